@@ -1,0 +1,178 @@
+"""Moments → whitener: factors U of the inverse of a damped second moment, U (Ž+εI) Uᵀ = I.
+
+Fujimoto & Ohira, eqs. for U and R:  U = (Λ+εI)^(-1/2) Pᵀ  from  Ž = P Λ Pᵀ.  Any U with UᵀU = (Ž+εI)⁻¹ whitens as
+well, and under SGD follows the same path; the Cholesky factor is several times cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "whitener"]
+
+Factorisation = Literal["eigh", "cholesky", "symmetric"]
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs forget it
+RelativeTo = Literal["one", "mean", "variance"]
+
+
+class WhiteningError(RuntimeError):
+    """Statistics that cannot be whitened; the message says why."""
+
+
+@dataclass(frozen=True)
+class Damping:
+    """What is added to the diagonal of a second moment before it is inverted.
+
+    relative_to="one"       ε                  the paper's ε
+    relative_to="mean"      ε · tr(Ž)/d        the same whatever the common scale of the features
+    relative_to="variance"  ε · diag(Ž)        the same whatever the scale of each feature: the step is then exactly
+                                               invariant to the scaling of features
+
+    A coordinate (or a whole side) that never varies is damped as if its variance were one: its gradient is zero.
+    """
+
+    value: float
+    relative_to: RelativeTo = "one"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.value < float("inf"):
+            raise ValueError(f"damping must be a finite number of at least 0, not {self.value}")
+        if self.relative_to not in get_args(RelativeTo):
+            raise ValueError(f"damping can be relative to {get_args(RelativeTo)}, not to {self.relative_to!r}")
+
+    @classmethod
+    def of(cls, value: float | Damping) -> Damping:
+        """A plain number is the paper's ε."""
+        return value if isinstance(value, Damping) else cls(float(value))
+
+    def scale(self, second: Tensor) -> Tensor:
+        """The unit of the damping for each coordinate, (d,)."""
+        variance = second.diagonal()
+        if self.relative_to == "mean":
+            variance = variance.mean().expand_as(variance)
+        unit = torch.ones_like(variance)
+        return unit if self.relative_to == "one" else torch.where(variance > 0, variance, unit)
+
+
+@dataclass(frozen=True)
+class Whitener:
+    """A root of an inverse: matrix @ (second + diag(damping)) @ matrix.T = I.
+
+    matrix:   (d, d) U or R
+    inverse:  (d, d) its inverse
+    damping:  (d,) what was added to the diagonal
+    second:   (d, d) the moment that was whitened
+    """
+
+    matrix: Tensor
+    inverse: Tensor
+    damping: Tensor
+    second: Tensor = field(repr=False)
+    _spectrum: Tensor | None = field(default=None, repr=False)
+
+    @cached_property
+    def rank(self) -> int:
+        """How many directions the statistics span, the damping apart, at float64's precision."""
+        # The Cholesky factor does not know its eigenvalues: they are computed when somebody asks.
+        return _rank(torch.linalg.eigvalsh(self.second) if self._spectrum is None else self._spectrum)
+
+
+def whitener(second: Tensor, damping: float | Damping = 0.0, factorisation: Factorisation = "eigh") -> Whitener:
+    """The whitener of a second moment (d, d), float64.
+
+    Raises WhiteningError if the moment is not finite, or has no full rank and no damping.
+
+    >>> w = whitener(torch.diag(torch.tensor([4.0, 0.0], dtype=torch.float64)), damping=1.0)
+    >>> (w.matrix @ (w.second + torch.diag(w.damping)) @ w.matrix.T).round(decimals=12).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    >>> w.rank
+    1
+    """
+    if factorisation not in _ROOTS:
+        raise ValueError(f"factorisation must be one of {tuple(_ROOTS)}, not {factorisation!r}")
+    damping = Damping.of(damping)
+    second = _symmetrised(second)
+    scale = damping.scale(second)
+    # In units where the damping is a multiple of I: for damping relative to variances this is the correlation matrix,
+    # which stays well conditioned when features differ by many orders of magnitude.
+    unit = scale.sqrt()
+    try:
+        matrix, inverse, spectrum = _ROOTS[factorisation](second / torch.outer(unit, unit), damping.value)
+    except LinAlgError as reason:
+        raise WhiteningError(f"the factorisation failed: {reason}") from reason
+    if not (torch.isfinite(matrix).all() and torch.isfinite(inverse).all()):
+        raise WhiteningError("the factorisation is not finite although the statistics are; try a larger damping")
+    return Whitener(matrix / unit, inverse * unit[:, None], damping.value * scale, second, spectrum)
+
+
+Root = tuple[Tensor, Tensor, Tensor | None]  # U, U⁻¹, and the eigenvalues where they are known
+
+
+def _eigh(second: Tensor, epsilon: float) -> Root:
+    """The paper's root: U = (Λ+ε)^(-1/2) Pᵀ, U⁻¹ = P (Λ+ε)^(1/2)."""
+    eigenvalues, P = torch.linalg.eigh(second)
+    root = _damped(eigenvalues, epsilon).sqrt()
+    P = P * _signs(P)
+    return P.T / root[:, None], P * root, eigenvalues
+
+
+def _symmetric(second: Tensor, epsilon: float) -> Root:
+    """The symmetric root: U = P (Λ+ε)^(-1/2) Pᵀ, the whitening closest to doing nothing."""
+    eigenvalues, P = torch.linalg.eigh(second)
+    root = _damped(eigenvalues, epsilon).sqrt()
+    return (P / root) @ P.T, (P * root) @ P.T, eigenvalues
+
+
+def _cholesky(second: Tensor, epsilon: float) -> Root:
+    """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's where rounding has cost the matrix its definiteness."""
+    identity = torch.eye(len(second), dtype=second.dtype, device=second.device)
+    L, failed = torch.linalg.cholesky_ex(second + epsilon * identity)
+    # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is looked at.
+    if failed or L.diagonal().min() ** 2 <= _rounding(L.diagonal() ** 2):
+        return _eigh(second, epsilon)
+    return torch.linalg.solve_triangular(L, identity, upper=False), L, None
+
+
+_ROOTS: dict[str, Callable[[Tensor, float], Root]] = {"eigh": _eigh, "cholesky": _cholesky, "symmetric": _symmetric}
+
+
+def _symmetrised(second: Tensor) -> Tensor:
+    if second.ndim != 2 or second.shape[0] != second.shape[1] or second.shape[0] == 0:
+        raise ValueError(f"a second moment is a square matrix, not a tensor of {tuple(second.shape)}")
+    # LAPACK's eigh returns numbers for NaN input without complaint, so finiteness is tested here.
+    if not torch.isfinite(second).all():
+        raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")
+    second = second.to(torch.float64)
+    return (second + second.T) / 2
+
+
+def _damped(eigenvalues: Tensor, epsilon: float) -> Tensor:
+    """Λ + ε, with the negative eigenvalues that rounding leaves in a rank-deficient moment taken as zero."""
+    damped = eigenvalues.clamp(min=0) + epsilon
+    if damped.min() <= _rounding(damped):
+        raise WhiteningError(
+            f"the statistics span {_rank(eigenvalues)} of {len(eigenvalues)} directions and the damping "
+            f"({epsilon:g}) is too small to fill the others; give a larger damping"
+        )
+    return damped
+
+
+def _rank(eigenvalues: Tensor) -> int:
+    return int((eigenvalues > _rounding(eigenvalues)).sum())
+
+
+def _rounding(eigenvalues: Tensor) -> Tensor:
+    """What cannot be told from zero beside the largest eigenvalue in float64, as in numpy's matrix_rank."""
+    return eigenvalues.max().clamp(min=0) * len(eigenvalues) * torch.finfo(torch.float64).eps
+
+
+def _signs(P: Tensor) -> Tensor:
+    """±1 for each column: its largest entry is made positive, so that equal statistics give an equal U."""
+    largest = P.gather(0, P.abs().argmax(dim=0, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(P)

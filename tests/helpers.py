@@ -1,0 +1,62 @@
+"""Assertions and small problems that several test files share."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bprong import WhitenedLinear
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def assert_close(actual, expected, rtol: float, what: str = "value") -> None:
+    """‖actual − expected‖ ≤ rtol · ‖expected‖ (or ≤ rtol where ‖expected‖ < 1e-300: then nothing is relative)."""
+    actual, expected = (torch.as_tensor(v).detach().double() for v in (actual, expected))
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    scale = float(expected.norm())
+    off = float((actual - expected).norm())
+    assert off <= rtol * (scale if scale > 1e-300 else 1.0), f"{what}: off by {off:.2e} beside {scale:.2e}, {rtol=:.0e}"
+
+
+def assert_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Bit for bit the same tensors under the same names."""
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), f"{name} changed"
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def mlp(*widths: int, bias: bool = True, dtype=torch.float64, phi=nn.Tanh) -> nn.Sequential:
+    """Linear, φ, …, Linear."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs, bias=bias, dtype=dtype), phi()]
+    return nn.Sequential(*layers[:-1])
+
+
+def classification(n: int, features: int, classes: int, dtype=torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Correlated inputs that are not centred, and labels that depend on them."""
+    random = np.random.default_rng(seed)
+    mixing = random.normal(size=(features, features))
+    x = random.normal(size=(n, features)) @ mixing + random.normal(size=features)
+    y = (x @ random.normal(size=(features, classes))).argmax(axis=1)
+    return torch.tensor(x, dtype=dtype), torch.tensor(y)
+
+
+def layers_of(model: nn.Module) -> list[WhitenedLinear]:
+    return [module for module in model.modules() if isinstance(module, WhitenedLinear)]
+
+
+def spd(d: int, seed: int = 0, condition: float = 100.0) -> Tensor:
+    """A symmetric positive definite matrix with eigenvalues spread evenly, in log, over a known range."""
+    generator = torch.Generator().manual_seed(seed)
+    Q, _ = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=generator))
+    eigenvalues = torch.logspace(0, -float(np.log10(condition)), d, dtype=torch.float64)
+    return (Q * eigenvalues) @ Q.T

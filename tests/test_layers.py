@@ -1,0 +1,161 @@
+"""WhitenedLinear: the same function in any coordinates, and a well-behaved module."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bprong import WhitenedLinear
+from bprong.moments import input_moments
+from bprong.whitening import whitener
+from helpers import assert_close, assert_unchanged, snapshot
+
+
+def invertible(d, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(d, d, dtype=torch.float64, generator=generator) + 3 * torch.eye(d)).to(dtype)
+
+
+def moved(layer, seed=0):
+    """The layer in some other coordinates."""
+    layer.rewhiten_forward_(invertible(layer.in_features, seed), torch.randn(layer.in_features) * layer.centred)
+    if layer.R is not None:
+        layer.rewhiten_backward_(invertible(layer.out_features, seed + 1))
+    return layer
+
+
+@given(bias=st.booleans(), backward=st.booleans(), rows=st.integers(1, 5), seed=st.integers(0, 50))
+def test_rewhitening_keeps_every_output_weight_and_bias(bias, backward, rows, seed):
+    linear = nn.Linear(4, 3, bias=bias, dtype=torch.float64)
+    layer = WhitenedLinear.from_linear(linear, backward)
+    z = torch.randn(rows, 2, 4, dtype=torch.float64)
+    moved(layer, seed)
+    moved(layer, seed + 100)
+    assert_close(layer(z), linear(z), 1e-12)
+    assert_close(layer.weight, linear.weight, 1e-12)
+    if bias:
+        assert_close(layer.bias, linear.bias, 1e-11)
+    else:
+        assert layer.bias is None
+    assert_close(layer.to_linear()(z), linear(z), 1e-12)
+
+
+def test_the_forward_pass_is_the_papers():
+    layer = moved(WhitenedLinear(4, 3, dtype=torch.float64))
+    z = torch.randn(4, dtype=torch.float64)
+    z_dagger = layer.U @ (z - layer.c)
+    a_dagger = layer.weight_dagger @ z_dagger + layer.bias_dagger
+    assert_close(layer(z), layer.R.T @ a_dagger, 1e-13)
+
+
+def test_forward_only_has_no_R():
+    layer = WhitenedLinear(4, 3, backward=False)
+    assert layer.R is None
+    assert set(layer.state_dict()) == {"weight_dagger", "bias_dagger", "U", "c"}
+    with pytest.raises(ValueError, match="forward-only"):
+        layer.rewhiten_backward_(torch.eye(3))
+
+
+def test_parameters_and_buffers_are_the_ones_named():
+    layer = WhitenedLinear(4, 3)
+    assert {name for name, _ in layer.named_parameters()} == {"weight_dagger", "bias_dagger"}
+    assert {name for name, _ in layer.named_buffers()} == {"U", "c", "R"}
+    with pytest.raises(AttributeError):
+        layer.weight = torch.zeros(3, 4)
+
+
+def test_initialisation_is_torchs_own():
+    torch.manual_seed(5)
+    stock = nn.Linear(4, 3)
+    torch.manual_seed(5)
+    assert torch.equal(WhitenedLinear(4, 3).weight, stock.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtype_is_kept_everywhere(dtype):
+    layer = moved(WhitenedLinear.from_linear(nn.Linear(4, 3, dtype=dtype)))
+    assert {tensor.dtype for tensor in layer.state_dict().values()} == {dtype}
+    assert layer(torch.randn(2, 4, dtype=dtype)).dtype is dtype
+    assert layer.to_linear().weight.dtype is layer.weight.dtype is dtype
+
+
+def test_bf16_autocast_computes_what_the_stock_layer_does_in_bf16():
+    linear = nn.Linear(64, 32)
+    layer = WhitenedLinear.from_linear(linear)
+    z = torch.randn(100, 64)
+    found = whitener(input_moments(z).second, 0.1)
+    layer.rewhiten_forward_(found.matrix, z.mean(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(z)
+        out.float().square().mean().backward()
+    assert out.dtype is torch.bfloat16
+    assert_close(out, linear(z), 0.02)  # bf16's eps is 0.0078
+    assert layer.weight_dagger.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dict_round_trips_as_tensors_only(bias, backward):
+    layer = moved(WhitenedLinear(4, 3, bias=bias, backward=backward))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = WhitenedLinear(4, 3, bias=bias, backward=backward)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_unchanged(layer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_stock_checkpoint_loads_exactly_whatever_the_coordinates_were(bias, assign):
+    stock = nn.Sequential(nn.Linear(4, 3, bias=bias), nn.ReLU())
+    layer = nn.Sequential(moved(WhitenedLinear(4, 3, bias=bias)), nn.ReLU())
+    checkpoint = stock.state_dict()
+    keys = set(checkpoint)
+    layer.load_state_dict(checkpoint, assign=assign)
+    z = torch.randn(5, 4)
+    assert torch.equal(layer[0].weight, stock[0].weight)
+    assert_close(layer(z), stock(z), 1e-6)
+    assert set(checkpoint) == keys  # the caller's dict is not touched
+    assert torch.equal(layer[0].U, torch.eye(4))
+
+
+def test_a_stock_checkpoint_of_another_shape_is_refused_and_changes_nothing():
+    layer = moved(WhitenedLinear(4, 3))
+    before = snapshot(layer)
+    with pytest.raises(RuntimeError, match="weight"):
+        layer.load_state_dict(nn.Linear(5, 3).state_dict())
+    before.pop("bias_dagger"), (after := snapshot(layer)).pop("bias_dagger")
+    assert_unchanged(before, after)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_deepcopy_and_pickle_give_an_equal_independent_layer(clone):
+    layer = moved(WhitenedLinear(4, 3))
+    other = clone(layer)
+    assert_unchanged(layer.state_dict(), other.state_dict())
+    with torch.no_grad():
+        other.weight_dagger.add_(1)
+    assert not torch.equal(layer.weight_dagger, other.weight_dagger)
+
+
+def test_frozen_parameters_stay_frozen_and_an_untrained_bias_is_not_centred():
+    linear = nn.Linear(4, 3)
+    linear.bias.requires_grad_(False)
+    layer = WhitenedLinear.from_linear(linear.eval())
+    assert not layer.centred
+    assert not layer.training
+    assert not WhitenedLinear(4, 3, bias=False).centred
+    back = layer.to_linear()
+    assert [p.requires_grad for p in back.parameters()] == [True, False]
+    assert not back.training
+
+
+def test_a_wrong_width_is_named():
+    with pytest.raises(ValueError, match=r"WhitenedLinear of 4 inputs was given a tensor of shape \(2, 5\)"):
+        WhitenedLinear(4, 3)(torch.zeros(2, 5))
