@@ -1,10 +1,11 @@
 """Natural-gradient training for PyTorch by bidirectional whitening (Fujimoto & Ohira: BWNN, PRONG, BPRONG)."""
 
 from bprong.convert import fold, whiten_
+from bprong.fisher import audit
 from bprong.layers import WhitenedLinear
 from bprong.likelihood import Likelihood
 from bprong.schedule import Rewhitening
 from bprong.whitening import Damping
 
-__all__ = ["Damping", "Likelihood", "Rewhitening", "WhitenedLinear", "fold", "whiten_"]
+__all__ = ["Damping", "Likelihood", "Rewhitening", "WhitenedLinear", "audit", "fold", "whiten_"]
 __version__ = "0.1.0"

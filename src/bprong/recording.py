@@ -7,10 +7,10 @@ and the module's mode are afterwards as they were before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,17 @@ from torch import Tensor, nn
 from bprong.likelihood import Likelihood
 from bprong.moments import Moments, error_moments, input_moments
 
-__all__ = ["Fisher", "Measured", "record"]
+__all__ = ["Call", "Fisher", "Measured", "errors_of", "observed", "record", "roots_of"]
 
 Fisher = Literal["sampled", "exact", "empirical"]
+
+
+class Call(NamedTuple):
+    """One call of a layer: its name, its input z (a copy) and its output a (in the graph)."""
+
+    layer: str
+    z: Tensor
+    a: Tensor
 
 
 @dataclass
@@ -35,7 +43,6 @@ class Measured:
     z: Moments | None = None
     delta: Moments | None = None
     probe: Tensor | None = None
-    outputs: list[Tensor] = field(default_factory=list, repr=False)
 
 
 def record(
@@ -54,18 +61,21 @@ def record(
     errors=False measures z alone and needs no backward pass. y, the data's targets, is used by fisher="empirical" only.
     """
     measured = {name: Measured() for name in layers}
-    with _without_trace(model, seed), _tapped(layers, measured), torch.set_grad_enabled(errors):
-        output = _tensor_of(_call(model, x))
+    with observed(model, {name: module for name, (module, _) in layers.items()}, x, seed, errors) as (output, calls):
         likelihood.check(output)
+        for call in calls:
+            m, centre = measured[call.layer], layers[call.layer][1]
+            seen = input_moments(call.z, centre)
+            m.z, m.probe = seen if m.z is None else m.z.merge(seen), call.z
         if errors:
-            roots = _roots(output, y, likelihood, fisher)
-            _measure_errors(output, roots, likelihood.targets(output), measured)
-    for m in measured.values():
-        m.outputs.clear()
+            roots, targets = roots_of(output, y, likelihood, fisher), likelihood.targets(output)
+            for call, delta in errors_of(output, calls, roots):
+                m, seen = measured[call.layer], error_moments(delta, targets)
+                m.delta = seen if m.delta is None else m.delta.overlay(seen)
     return measured
 
 
-def _roots(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
+def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
     """Gradients at the output whose outer products add up to (or, drawn, estimate) its Fisher matrix."""
     if not torch.isfinite(output).all():  # nothing can be drawn from it; the errors are as unknown as the output
         return [torch.full_like(output, torch.nan)]
@@ -81,24 +91,34 @@ def _roots(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fis
     return torch.autograd.grad(likelihood.total_nll(leaf, y), leaf)
 
 
-def _measure_errors(output: Tensor, roots: Iterable[Tensor], targets: int, measured: Mapping[str, Measured]) -> None:
-    taps = [(m, a) for m in measured.values() for a in m.outputs if a.requires_grad]
-    if not taps:
+def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
+    """δ of every call that the output depends on, root by root."""
+    reached = [call for call in calls if call.a.requires_grad]
+    if not reached:
         return
     for root in roots:
-        deltas = torch.autograd.grad(output, [a for _, a in taps], root, retain_graph=True, allow_unused=True)
-        for (m, _), delta in zip(taps, deltas, strict=True):
-            if delta is not None:
-                seen = error_moments(delta, targets)
-                m.delta = seen if m.delta is None else m.delta.overlay(seen)
+        deltas = torch.autograd.grad(output, [call.a for call in reached], root, retain_graph=True, allow_unused=True)
+        yield from ((call, delta) for call, delta in zip(reached, deltas, strict=True) if delta is not None)
 
 
 @contextmanager
-def _tapped(layers: Mapping[str, tuple[nn.Module, bool]], measured: Mapping[str, Measured]) -> Iterator[None]:
-    """While it lasts, every call of a layer leaves its inputs' moments and its output behind."""
+def observed(
+    model: nn.Module, layers: Mapping[str, nn.Module], x: Any, seed: int, errors: bool
+) -> Iterator[tuple[Tensor, list[Call]]]:
+    """Runs `model` on x and gives its output with every call of the layers, in order."""
+    with _without_trace(model, seed), torch.set_grad_enabled(errors):
+        calls: list[Call] = []
+        with _tapped(layers, calls):
+            output = _tensor_of(_call(model, x))
+        yield output, calls
 
-    def hooks(name: str, centre: bool) -> tuple[Any, Any]:
-        m = measured[name]
+
+@contextmanager
+def _tapped(layers: Mapping[str, nn.Module], calls: list[Call]) -> Iterator[None]:
+    """While it lasts, every call of a layer leaves its input and output behind."""
+
+    def hooks(name: str) -> tuple[Any, Any]:
+        inputs: list[Tensor] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             z: Tensor = args[0] if args else kwargs["input"]
@@ -107,19 +127,17 @@ def _tapped(layers: Mapping[str, tuple[nn.Module, bool]], measured: Mapping[str,
                     f"layer {name!r} takes at least one row of {module.in_features} features; "
                     f"in this batch it was given shape {tuple(z.shape)}"
                 )
-            seen = input_moments(z, centre)
-            m.z = seen if m.z is None else m.z.merge(seen)
-            m.probe = z.detach().clone()
+            inputs.append(z.detach().clone())
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            m.outputs.append(output)
-            return output.clone()  # what follows may work in place (ReLU); the copy measured stays as it was
+            calls.append(Call(name, inputs.pop(), output))
+            return output.clone()  # what follows may work in place (ReLU); the output kept stays as it was
 
         return before, after
 
     with ExitStack() as stack:
-        for name, (module, centre) in layers.items():
-            before, after = hooks(name, centre)
+        for name, module in layers.items():
+            before, after = hooks(name)
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after).remove)
         yield

@@ -1,0 +1,123 @@
+"""The methods compared, one entry each: how a plain network is prepared and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import bprong
+from bprong.experiments.models import with_batch_norm
+from bprong.recording import Fisher
+from bprong.whitening import Factorisation
+
+__all__ = ["METHODS", "Method", "Trainee", "Whitening"]
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Hyperparameters of PRONG and BPRONG; defaults from the sweep in docs/sweep.md.
+
+    statistics: how many training examples, drawn once, the moments are measured on; 0 measures each refresh's own batch
+    """
+
+    forward_every: int = 100
+    forward_offset: int = 0
+    backward_every: int = 100
+    backward_offset: int = 50
+    forward_damping: float = 0.1
+    backward_damping: float = 0.03
+    statistics: int = 0
+    average: float = 0.0
+    fisher: Fisher = "sampled"
+    factorisation: Factorisation = "eigh"
+
+
+@dataclass
+class Trainee:
+    """A network in training: what is stepped, and what is saved to go on later."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    rewhitening: bprong.Rewhitening | None = None
+
+    def deployed(self) -> nn.Module:
+        """The network as it would be used: stock layers, eval mode, the same function."""
+        return bprong.fold(self.model).eval()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "rewhitening": self.rewhitening}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a method is given: the plain network, the rate, the training inputs, a seed, and how to whiten."""
+
+    plain: nn.Sequential
+    lr: float
+    x_train: Tensor
+    seed: int
+    whitening: Whitening
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the experiment."""
+
+    summary: str
+    prepare: Callable[[Problem], Trainee]
+    whitening: Whitening = Whitening()
+    whitened: bool = False  # whether `whitening` means anything to it
+
+
+def _sgd(problem: Problem) -> Trainee:
+    return Trainee(problem.plain, SGD(problem.plain.parameters(), lr=problem.lr))
+
+
+def _batch_norm(problem: Problem) -> Trainee:
+    model = with_batch_norm(problem.plain)
+    return Trainee(model, SGD(model.parameters(), lr=problem.lr))
+
+
+def _whitened(problem: Problem, backward: bool) -> Trainee:
+    """The paper's literal network: U, c, W†, b†, R as layers, trained by plain SGD."""
+    how = problem.whitening
+    model = bprong.whiten_(problem.plain, backward=backward)
+    optimizer = SGD(model.parameters(), lr=problem.lr)
+    rewhitening = bprong.Rewhitening(
+        model, optimizer, "categorical", fisher=how.fisher, samples=_samples(problem), average=how.average,
+        forward_every=how.forward_every, forward_offset=how.forward_offset,
+        backward_every=how.backward_every, backward_offset=how.backward_offset,
+        forward_damping=how.forward_damping, backward_damping=how.backward_damping,
+        factorisation=how.factorisation, seed=problem.seed,
+    )  # fmt: skip
+    return Trainee(model, optimizer, rewhitening)
+
+
+def _samples(problem: Problem) -> Tensor | None:
+    if not problem.whitening.statistics:
+        return None
+    generator = torch.Generator().manual_seed(problem.seed)
+    return problem.x_train[torch.randperm(len(problem.x_train), generator=generator)[: problem.whitening.statistics]]
+
+
+METHODS: dict[str, Method] = {
+    "sgd": Method("stochastic gradient descent", _sgd),
+    "bn": Method("the same with Batch Normalisation", _batch_norm),
+    "prong": Method("whitened network, Algorithm 1", lambda problem: _whitened(problem, backward=False), whitened=True),
+    "bprong": Method(
+        "whitened in both directions, Algorithm 2", lambda problem: _whitened(problem, backward=True), whitened=True
+    ),
+}

@@ -1,0 +1,118 @@
+"""`bprong reproduce`: section 4 of the paper from data to verdict, in one call."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bprong
+from bprong.experiments.data import Dataset, load
+from bprong.experiments.figures import draw
+from bprong.experiments.methods import METHODS
+from bprong.experiments.progress import progress_for
+from bprong.experiments.records import Row, diverged, remove_leftovers, write_json
+from bprong.experiments.report import terminal_verdict, write_report
+from bprong.experiments.runner import CHECKPOINTS, Config, run
+from bprong.experiments.verdict import verdict
+
+__all__ = ["OutError", "reproduce"]
+
+
+class OutError(ValueError):
+    """An output folder that this run must not write to."""
+
+
+def reproduce(config: Config, source: str, out: Path, resume: bool, threads: int) -> list[Row]:
+    """Runs the experiment and leaves results.csv, run.json, the figures and report.html in `out`."""
+    if (out / "results.csv").exists() and not resume:
+        raise OutError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
+    data = load(source, say=print)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)  # a nearly converged network slows down three-fold on denormal numbers
+    with progress_for(config.methods, config.seeds, config.epochs) as progress:
+        rows = run(config, data, out, progress, resume)
+    for folder in (out, out / CHECKPOINTS):
+        remove_leftovers(folder)  # of writes that a kill cut short
+    record = describe(config, data, rows, threads)
+    write_json(out / "run.json", record)
+    draw(rows, out)
+    page = write_report(out, rows, record)
+    print(terminal_verdict(verdict(rows)))
+    print(f"\nReport: {page}")
+    return rows
+
+
+def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> dict[str, Any]:
+    """What run.json holds."""
+    settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
+    settings["whitening"] = {name: asdict(_whitening(config, name)) for name in config.methods if _is_whitened(name)}
+    return {
+        "config": settings | _choices(config),
+        "versions": {
+            "bprong": bprong.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+        },
+        "threads": threads,
+        "commit": _commit(),
+        "data": {"name": data.name, "notice": data.notice, "training": len(data.x_train), "test": len(data.x_test)},
+        "diverged": [
+            {"method": method, "seed": seed, "epoch": epoch}
+            for method, seeds in diverged(rows).items()
+            for seed, epoch in seeds.items()
+        ],
+    }
+
+
+def _whitening(config: Config, name: str) -> Any:
+    return replace(METHODS[name].whitening, **config.whitening)
+
+
+def _is_whitened(name: str) -> bool:
+    return METHODS[name].whitened
+
+
+def _choices(config: Config) -> dict[str, Any]:
+    """What the paper leaves open, in words; where PRONG and BPRONG differ, both are said."""
+    names = [name for name in config.methods if _is_whitened(name)]
+    own = {name: asdict(_whitening(config, name)) for name in names}
+    choices: dict[str, Any] = {
+        "initialisation": "torch's default: uniform in ±1/√inputs, weights and biases",
+        "input_scaling": "pixels divided by 255, not centred",
+        "batch_normalisation": "between layer and activation; γ = 1, β = 0 at the start; running averages keep 0.9",
+    }
+    for key in ("forward_damping", "backward_damping", "forward_every", "forward_offset", "backward_every",
+                "backward_offset", "statistics", "fisher"):  # fmt: skip
+        said = {name: _said(key, values[key]) for name, values in own.items()}
+        if said:
+            same = len(set(said.values())) == 1
+            choices[key] = next(iter(said.values())) if same else said
+    return choices
+
+
+def _said(key: str, value: Any) -> Any:
+    if key == "statistics":
+        return f"{value} training images, drawn once" if value else "the batch at hand, 100 images"
+    if key == "fisher":
+        return {"sampled": "drawn from the model's own p(y|x)", "exact": "all classes, weighted by p(y|x)"}.get(
+            value, "the data's"
+        )
+    return value
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this code lies in, if it lies in one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,131 @@
+"""The command line as a person types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bprong.cli import main
+
+DIGITS = ["reproduce", "--data", "digits", "--threads", "1"]
+
+
+def test_reproduce_leaves_everything_behind(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main([*DIGITS, "--epochs", "2", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "BPRONG has a lower training loss" in said
+    assert str(out / "report.html") in said
+    names = {p.name for p in out.iterdir()}
+    figures = {f"{f}.{s}" for f in ("train_loss", "validation_loss", "train_loss_time", "validation_loss_time")
+               for s in ("png", "svg")}  # fmt: skip
+    assert names >= {"results.csv", "run.json", "report.html", "checkpoints"} | figures
+    record = json.loads((out / "run.json").read_text())
+    assert record["config"]["activation"] == "relu"
+    assert record["threads"] == 1
+    assert record["data"]["name"] == "digits"
+    assert record["versions"]["torch"]
+    assert (out / "results.csv").read_text().splitlines()[0] == (
+        "method,seed,epoch,step,seconds,train_loss,val_loss,val_accuracy"
+    )
+
+
+def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    assert main([*DIGITS, "--epochs", "1", "--methods", "sgd", "--out", out]) == 0
+    capsys.readouterr()
+    assert main([*DIGITS, "--epochs", "1", "--methods", "sgd", "--out", out]) == 2
+    assert "already holds a run; go on with it by --resume" in capsys.readouterr().err
+    assert main([*DIGITS, "--epochs", "2", "--methods", "sgd", "--out", out, "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--activation", "gelu"], "choose from"),
+        (["--methods", "sgd,adamw"], "'adamw': no such method; there are sgd, bn, prong, bprong"),
+        (["--epochs", "0"], "'0' is not a whole number of at least 1"),
+        (["--epochs", "ten"], "'ten' is not a whole number"),
+        (["--lr", "-1"], "'-1' is not a number above 0"),
+        (["--forward-damping", "nan"], "'nan' is not a number of at least 0"),
+        (["--average", "1"], "'1' is not a number from 0 up to, not including, 1"),
+        (["--fisher", "true"], "choose from"),
+        (["--data", "/no/such/folder"], "/no/such/folder"),
+        (["--forward-every", "5", "--forward-offset", "5"], "forward_offset must lie in"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_value_is_answered_by_what_is_allowed_and_nothing_is_written(arguments, message, tmp_path, capsys):
+    out = tmp_path / "run"
+    try:
+        code = main([*DIGITS, "--out", str(out), *arguments])
+    except SystemExit as stopped:  # argparse's way
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_help_reads_well(capsys):
+    for arguments in (["--help"], ["reproduce", "--help"], ["audit", "--help"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    for word in ("reproduce", "audit", "--resume", "--checkpoint", "Algorithm 2"):
+        assert word in said
+
+
+def test_audit_prints_and_leaves_pictures_and_numbers(tmp_path, capsys):
+    out = tmp_path / "audit"
+    assert main(["audit", "--examples", "100", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "bidirectional  exact" in said
+    assert {p.name for p in out.iterdir()} == {
+        "audit.json", "matrices.png", "matrices.svg", "spectra.png", "spectra.svg"
+    }  # fmt: skip
+    networks = json.loads((out / "audit.json").read_text())["networks"]
+    distance = {name: networks[name]["matrices"]["block"]["distance"] for name in networks}
+    assert distance["bidirectional"] < distance["whitened"] < distance["plain"]
+
+
+def test_audit_of_a_runs_checkpoint(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "audit"
+    assert main([*DIGITS, "--epochs", "1", "--methods", "bprong", "--out", str(run)]) == 0
+    checkpoint = str(run / "checkpoints" / "bprong-0.pt")
+    assert main(["audit", "--checkpoint", checkpoint, "--data", "digits", "--examples", "50", "--out", str(out)]) == 0
+    assert "block" in capsys.readouterr().out
+    assert not (out / "matrices.png").exists()  # 28,000 parameters: from factors only
+    assert (out / "spectra.png").exists()
+    assert main(["audit", "--checkpoint", str(tmp_path / "none.pt"), "--data", "digits", "--out", str(out)]) == 2
+    assert "no such checkpoint" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path):
+    """An interpreter in which matplotlib cannot be imported."""
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('no', name='matplotlib')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "bprong.cli", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "matplotlib is missing" in done.stderr
+    assert "bprong[experiments]" in done.stderr
+
+
+def test_the_library_needs_torch_and_numpy_only(tmp_path):
+    for name in ("matplotlib", "sklearn", "rich", "platformdirs", "scipy"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no', name='{name}')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import bprong; print(sorted(bprong.__all__))"],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,240 @@
+"""The run: one loop, same start and batches for all, never lost, divergence reported."""
+
+import csv
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bprong.experiments.data import Dataset, load
+from bprong.experiments.methods import METHODS, Problem, Whitening
+from bprong.experiments.models import perceptron, with_batch_norm
+from bprong.experiments.progress import Bars, Lines, Progress
+from bprong.experiments.records import Row, read_results
+from bprong.experiments.runner import Config, ResumeError, load_trained, run, train_epoch
+from helpers import assert_close
+
+QUICK = {"forward_every": 10, "backward_every": 10, "backward_offset": 5}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+class Listening(Progress):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def without_seconds(rows):
+    return [(r.method, r.seed, r.epoch, r.step, r.train_loss, r.val_loss, r.val_accuracy) for r in rows]
+
+
+def test_every_method_starts_equal_and_bprong_wins_on_digits(digits, tmp_path):
+    rows = run(Config(epochs=3, seeds=2, whitening=QUICK), digits, tmp_path, Progress())
+    assert len(rows) == 4 * 2 * 4
+    assert rows == read_results(tmp_path / "results.csv")
+    first = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 0}
+    for seed in (0, 1):
+        assert first["prong", seed] == pytest.approx(first["sgd", seed], rel=1e-6)
+        assert first["bprong", seed] == pytest.approx(first["sgd", seed], rel=1e-6)
+    assert first["sgd", 0] != first["sgd", 1]
+    last = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 3}
+    assert last["bprong", 0] < last["prong", 0] < last["sgd", 0]
+    assert all(r.step == r.epoch * 14 for r in rows)
+    assert all(r.seconds > 0 for r in rows if r.epoch > 0)
+
+
+def test_all_methods_see_the_same_batches_in_the_same_order(digits, tmp_path, monkeypatch):
+    from bprong.experiments import runner
+
+    seen = {}
+    original = runner.train_epoch
+
+    def listening(trainee, x, y, order, batch, tick):
+        seen.setdefault(trainee.model.__class__.__name__ + str(len(seen)), order)
+        return original(trainee, x, y, order, batch, tick)
+
+    monkeypatch.setattr(runner, "train_epoch", listening)
+    run(Config(methods=("sgd", "bn"), epochs=2), digits, tmp_path, Progress())
+    first, second, third, fourth = seen.values()
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert not torch.equal(first, third)
+    assert sorted(first.tolist()) == list(range(len(digits.x_train)))
+
+
+def test_the_loop_is_plain_gradient_descent(digits):
+    """train_epoch with SGD against the update written out."""
+    plain, other = (perceptron([64, 10], "relu", seed=1) for _ in range(2))
+    trainee = METHODS["sgd"].prepare(Problem(plain, 0.1, digits.x_train, 1, Whitening()))
+    order = torch.arange(50)
+    assert train_epoch(trainee, digits.x_train, digits.y_train, order, batch=20) == 2
+    for chosen in (order[:20], order[20:40]):
+        loss = torch.nn.functional.cross_entropy(other(digits.x_train[chosen]), digits.y_train[chosen])
+        grads = torch.autograd.grad(loss, list(other.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(other.parameters(), grads, strict=True):
+                parameter.sub_(gradient, alpha=0.1)
+    assert_close(plain[0].weight, other[0].weight, 1e-6)
+
+
+def test_a_batch_larger_than_the_data_is_one_update(digits):
+    trainee = METHODS["sgd"].prepare(Problem(perceptron([64, 10], "relu", 0), 0.1, digits.x_train, 0, Whitening()))
+    assert train_epoch(trainee, digits.x_train, digits.y_train, torch.arange(30), batch=100) == 1
+
+
+def test_batch_norm_sits_before_each_activation():
+    kinds = [type(m).__name__ for m in with_batch_norm(perceptron([4, 3, 3, 2], "tanh", 0))]
+    assert kinds == ["Linear", "BatchNorm1d", "Tanh", "Linear", "BatchNorm1d", "Tanh", "Linear"]
+
+
+def test_a_perceptron_leaves_the_random_stream_alone():
+    before = torch.random.get_rng_state()
+    a, b = perceptron([4, 3], "relu", seed=7), perceptron([4, 3], "relu", seed=7)
+    assert torch.equal(a[0].weight, b[0].weight)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_diverging_method_is_reported_and_the_others_go_on(digits, tmp_path):
+    listening = Listening()
+    wild = {"forward_damping": 1e-8, "backward_damping": 1e-8, **QUICK}
+    rows = run(Config(("sgd", "bprong"), epochs=4, lr=1.0, whitening=wild), digits, tmp_path, listening)
+    bprong_rows = [r for r in rows if r.method == "bprong"]
+    assert not math.isfinite(bprong_rows[-1].train_loss)
+    assert len([r for r in rows if r.method == "sgd"]) == 5
+    assert any("bprong, seed 0: diverged in epoch" in line for line in listening.lines)
+    again = run(Config(("sgd", "bprong"), epochs=4, lr=1.0, whitening=wild), digits, tmp_path, Progress(), resume=True)
+    assert len(again) == len(rows)  # a diverged trial is not taken up again
+
+
+def test_resuming_can_add_epochs_seeds_and_methods(digits, tmp_path):
+    whole = run(Config(("sgd", "bprong"), epochs=3, seeds=2, whitening=QUICK), digits, tmp_path / "whole", Progress())
+    run(Config(("bprong",), epochs=1, whitening=QUICK), digits, tmp_path / "parts", Progress())
+    parts = run(
+        Config(("sgd", "bprong"), epochs=3, seeds=2, whitening=QUICK),
+        digits,
+        tmp_path / "parts",
+        Progress(),
+        resume=True,
+    )
+    assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_resuming_with_other_settings_is_refused_and_nothing_is_written(digits, tmp_path):
+    run(Config(("bprong",), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ResumeError, match="lr was 0.01, now 0.02.*forward_every was 10, now 20"):
+        run(
+            Config(("bprong",), 2, lr=0.02, whitening=QUICK | {"forward_every": 20}), digits, tmp_path, Progress(), True
+        )
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_wrong_setting_raises_before_anything_is_written(digits, tmp_path):
+    with pytest.raises(ValueError, match="forward_offset"):
+        run(
+            Config(("prong",), whitening={"forward_every": 5, "forward_offset": 5}),
+            digits,
+            tmp_path / "new",
+            Progress(),
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_statistics_may_come_from_a_held_sample(digits, tmp_path):
+    config = Config(("bprong",), epochs=1, whitening=QUICK | {"statistics": 500})
+    a, b = (run(config, digits, tmp_path / name, Progress()) for name in ("a", "b"))
+    assert without_seconds(a) == without_seconds(b)
+
+
+def test_a_trained_network_is_read_back_as_a_stock_one(digits, tmp_path):
+    rows = run(Config(("bn", "bprong"), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    for method in ("bn", "bprong"):
+        model = load_trained(tmp_path / "checkpoints" / f"{method}-0.pt", digits)
+        loss = torch.nn.functional.cross_entropy(model(digits.x_test), digits.y_test)
+        expected = next(r.val_loss for r in rows if r.method == method and r.epoch == 1)
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    other = Dataset("other", *(getattr(digits, k) for k in ("x_train", "y_train", "x_test", "y_test")))
+    with pytest.raises(ResumeError, match="trained on digits; the data given are other"):
+        load_trained(tmp_path / "checkpoints" / "bn-0.pt", other)
+    with pytest.raises(ResumeError, match="no such checkpoint"):
+        load_trained(tmp_path / "none.pt", digits)
+
+
+COMMAND = [sys.executable, "-m", "bprong.cli", "reproduce", "--data", "digits", "--epochs", "12",
+           "--methods", "sgd,bn,bprong", "--forward-every", "10", "--backward-every", "10", "--backward-offset", "5",
+           "--threads", "1"]  # fmt: skip
+
+
+def test_killed_at_random_moments_it_resumes_to_the_same_results(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole = subprocess.run(
+        [*COMMAND, "--out", tmp_path / "whole"], env=environment, capture_output=True, timeout=300, check=True
+    )
+    assert b"Report:" in whole.stdout
+    choose = random.Random(5)
+    killed = 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            [*COMMAND, "--out", tmp_path / "killed", "--resume"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        for line in process.stdout:  # wait until it trains, then a little longer, then kill
+            if "epoch" in line:
+                break
+        time.sleep(choose.uniform(0.0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        process.stdout.close()
+    assert killed >= 2
+    subprocess.run(
+        [*COMMAND, "--out", tmp_path / "killed", "--resume"],
+        env=environment,
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+
+    def table(folder):
+        with (folder / "results.csv").open() as file:
+            return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+    assert table(tmp_path / "killed") == table(tmp_path / "whole")
+    assert not list((tmp_path / "killed").rglob("*.tmp"))
+
+
+def some_rows(n):
+    return [Row("bprong", 0, e, 14 * e, 0.5 * e, 1 / (e + 1), 2 / (e + 1), 0.9) for e in range(n)]
+
+
+def test_lines_say_loss_accuracy_pace_and_time_left(capsys):
+    lines = Lines(trials=1)
+    for n in range(1, 4):
+        lines.show("bprong", some_rows(n), 10)
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 3
+    assert "BPRONG     seed 0  epoch   2/10  train 0.3333" in out[-1]
+    assert "acc 90.00%" in out[-1]
+    assert "28 updates/s" in out[-1]
+    assert out[-1].endswith(" left")
+
+
+def test_bars_count_epochs_of_all_seeds():
+    with Bars(trials=2, epochs=10, methods=["bprong"]) as bars:
+        bars.show("bprong", some_rows(4), 10)
+        bars.tick("bprong", 0.5)
+        (task,) = bars._rich.tasks
+        assert task.completed == 3.5
+        assert task.total == 20
+        assert "updates/s" in task.fields["said"]

@@ -1,0 +1,222 @@
+"""The verdict: every claim can hold, fail and be unmeasured, and says so for the right reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bprong.experiments.records import Row
+from bprong.experiments.verdict import RUNGS, Claim, ladder, number, ranges, seconds_to, unstated, verdict
+from test_records import INF, NAN, run_of
+
+# Numbers as the paper's experiment gives them.
+LOSSES = {
+    "sgd": [2.3, 2.2, 1.5, 0.9],
+    "bn": [2.3, 0.25, 0.15, 0.09],
+    "prong": [2.3, 0.16, 0.08, 0.04],
+    "bprong": [2.3, 0.06, 0.02, 0.008],
+}
+PACE = {"sgd": 1.0, "bn": 2.0, "prong": 4.0, "bprong": 4.5}
+
+
+def with_(**losses) -> list[Row]:
+    """The run above with the losses of some methods changed; None takes a method out."""
+    changed = {name: values for name, values in (LOSSES | losses).items() if values is not None}
+    return run_of(changed, pace=PACE)
+
+
+def holds(rows) -> list[bool | None]:
+    return [claim.holds for claim in verdict(rows)]
+
+
+def test_a_run_like_the_papers():
+    train, validation, prong, bn = verdict(with_())
+    assert holds(with_()) == [True] * 4
+    assert train.measured == (
+        "lower at 3 of 3 epochs; after epoch 3: BPRONG 0.00800, SGD 0.900, BN 0.0900, PRONG 0.0400"
+    )
+    assert "training loss" in train.text
+    assert "validation loss" in validation.text
+    assert prong.measured.startswith("sooner at 7 of the 7 training losses that either reached; ")
+    assert prong.measured.endswith("(median of 5 that both reached, 0.49 to 0.82); BPRONG alone reached 0.02, 0.01")
+    assert bn.measured.endswith("BPRONG alone reached 0.05, 0.02, 0.01")
+
+
+def test_a_claim_that_holds_at_first_only_does_not_hold_and_says_where_it_does():
+    train = verdict(with_(bprong=[2.3, 0.06, 0.02, 0.08]))[0]
+    assert train.holds is False
+    assert "lower at 2 of 3 epochs (1–2); below SGD at 3, BN at 3, PRONG at 2;" in train.measured
+    never = verdict(with_(bprong=[0.1, 3.0, 3.0, 3.0]))[0]
+    assert never.measured.startswith("lower at 0 of 3 epochs; below SGD at 0")
+    assert never.holds is False
+
+
+def test_an_equal_loss_is_not_a_lower_one_and_epoch_zero_does_not_count():
+    assert verdict(with_(bprong=LOSSES["prong"]))[0].holds is False
+    assert verdict(with_(bprong=[9.0, 0.06, 0.02, 0.008]))[0].holds is True
+
+
+def test_validation_is_judged_by_the_validation_loss():
+    rows = run_of(LOSSES, pace=PACE, val=LOSSES | {"bprong": [2.3, 0.1, 0.1, 0.1]})
+    assert holds(rows)[:2] == [True, False]
+    assert "lower at 1 of 3 epochs (1)" in verdict(rows)[1].measured
+
+
+@pytest.mark.parametrize(
+    ("gone", "expected"),
+    [
+        ("sgd", [None, None, True, True]),
+        ("bn", [None, None, True, None]),
+        ("prong", [None, None, None, True]),
+        ("bprong", [None] * 4),
+    ],
+)
+def test_what_is_not_in_the_run_is_not_measured(gone, expected):
+    claims = verdict(with_(**{gone: None}))
+    assert [claim.holds for claim in claims] == expected
+    assert all("not in this run" in claim.measured for claim in claims if claim.holds is None)
+
+
+@pytest.mark.parametrize("rows", [[], run_of({name: [2.3] for name in LOSSES})], ids=["no rows", "untrained"])
+def test_nothing_trained_is_nothing_measured(rows):
+    assert holds(rows) == [None] * 4
+
+
+def test_only_epochs_that_all_have_are_compared():
+    rows = with_(prong=[2.3, 0.16])
+    assert verdict(rows)[0].measured.startswith("lower at 1 of 1 epoch;")
+
+
+def test_a_rival_that_diverged_is_beaten_and_named():
+    claims = verdict(with_(prong=[2.3, 0.16, NAN]))
+    assert [claim.holds for claim in claims] == [True] * 4
+    assert "PRONG diverged; PRONG diverged at epoch 2" in claims[0].measured
+    assert claims[2].measured.endswith("PRONG diverged at epoch 2")
+
+
+def test_bprong_diverged_holds_nothing_however_fast_it_was_before():
+    claims = verdict(with_(bprong=[2.3, 0.0005, INF]))
+    assert [claim.holds for claim in claims] == [False] * 4
+    assert all("BPRONG diverged at epoch 2" in claim.measured for claim in claims)
+    assert "sooner at 10 of the 10" in claims[2].measured
+
+
+def test_one_diverged_seed_of_three_is_named_and_the_median_decides():
+    rows = [row for seed in (1, 2) for row in run_of(LOSSES, seed, PACE)]
+    rows += run_of(LOSSES | {"bprong": [2.3, 0.06, NAN]}, 3, PACE)
+    assert holds(rows) == [True] * 4
+    assert "BPRONG diverged at epoch 2 (1 of 3 seeds)" in verdict(rows)[0].measured
+
+
+def test_a_slower_bprong_is_neither_faster_than_prong_nor_about_as_fast_as_bn():
+    rows = run_of(LOSSES, pace=PACE | {"bprong": 45.0})
+    assert holds(rows) == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("pace", "expected"), [(0.1, True), (1.0, True), (1.99, True), (2.01, False)])
+def test_about_as_fast_means_at_most_twice_as_long(pace, expected):
+    rows = run_of({"bn": [2.3, 0.3, 0.05], "bprong": [2.3, 0.3, 0.05]}, pace={"bn": 1.0, "bprong": pace})
+    claim = verdict(rows)[3]
+    assert claim.holds is expected
+    assert claim.measured == (
+        f"{pace:.2f} times BN's seconds (median of 5 that both reached, {pace:.2f} to {pace:.2f})"
+    )
+
+
+def test_with_no_rung_in_common_the_one_that_came_down_is_faster():
+    paces = {"bn": 1.0, "bprong": 9.0}
+    assert verdict(run_of({"bn": [2.3, 2.2], "bprong": [2.3, 0.7]}, pace=paces))[3].holds is True
+    assert verdict(run_of({"bn": [2.3, 0.7], "bprong": [2.3, 2.2]}, pace=paces))[3].holds is False
+    neither = verdict(run_of({"bn": [2.3, 2.2], "bprong": [2.3, 2.2]}, pace=paces))[3]
+    assert neither == Claim(neither.text, "neither came down to the first training loss of the ladder", None)
+
+
+def test_a_rung_passed_before_training_is_no_achievement():
+    rows = run_of({"prong": [0.6, 0.55, 0.4], "bprong": [0.6, 0.45, 0.4]})
+    assert verdict(rows)[2].measured.startswith("sooner at 1 of the 1 training loss that either reached")
+    assert verdict(run_of({"prong": [0.6, 0.55], "bprong": [0.6, 0.52]}))[2].holds is None
+
+
+def test_the_ladder_is_linear_in_the_logarithm_of_the_loss():
+    seconds = dict(zip(RUNGS, ladder(run_of({"mine": [1.0, 0.01]}, pace=2.0))["mine"], strict=True))
+    assert seconds[1.0] == 0.0
+    assert seconds[0.1] == pytest.approx(1.0, rel=1e-12)
+    assert seconds[0.01] == pytest.approx(2.0, rel=1e-12)
+    assert seconds[0.005] == INF
+
+
+def test_the_first_crossing_counts_and_zero_loss_is_no_obstacle():
+    rows = run_of({"mine": [1.0, 0.1, 0.9, 0.1, 0.0]})
+    assert seconds_to(0.1, rows) == pytest.approx(1.0)
+    assert 3 < seconds_to(0.001, rows) < 4
+    assert seconds_to(0.1, run_of({"mine": [INF, 0.1]})) == 1.0
+
+
+def test_a_rung_is_reached_when_half_of_the_seeds_have():
+    times = [ladder(rows)["bn"][1] for rows in (two_of_three(0.4), two_of_three(0.6))]
+    assert times[0] < times[1] == INF
+
+
+def two_of_three(loss: float) -> list[Row]:
+    return [row for seed, last in enumerate((0.4, loss, 0.9)) for row in run_of({"bn": [2.0, last]}, seed)]
+
+
+losses = st.lists(st.floats(1e-4, 3), min_size=2, max_size=6)
+
+
+@given(losses)
+def test_lower_rungs_come_later_and_a_slower_clock_scales_them(values):
+    times = ladder(run_of({"mine": values}))["mine"]
+    assert times == sorted(times)
+    assert ladder(run_of({"mine": values}, pace=4.0))["mine"] == [4 * time for time in times]
+
+
+@given(st.fixed_dictionaries({name: st.lists(st.floats(1e-3, 3), min_size=4, max_size=4) for name in LOSSES}))
+def test_the_first_claim_is_what_its_words_say(run):
+    rivals = zip(run["sgd"], run["bn"], run["prong"], strict=True)
+    wins = [mine < min(others) for mine, others in zip(run["bprong"], rivals, strict=True)][1:]
+    claim = verdict(run_of(run))[0]
+    assert claim.holds is all(wins)
+    assert claim.measured.startswith(f"lower at {sum(wins)} of 3 epochs")
+
+
+@given(st.randoms(use_true_random=False), losses)
+def test_neither_other_methods_nor_the_order_of_rows_change_the_verdict(random, extra):
+    rows = with_() + run_of({"bprong-auto": extra[:4]})
+    random.shuffle(rows)
+    assert verdict(rows) == verdict(with_())
+    assert set(ladder(rows)) == {*LOSSES, "bprong-auto"}
+
+
+def test_medians_over_seeds_decide_not_the_mean():
+    rows = [row for seed in (1, 2) for row in run_of(LOSSES, seed, PACE)]
+    rows += run_of(LOSSES | {"bprong": [2.3, 100.0, 100.0, 100.0]}, 3, PACE)
+    assert holds(rows) == [True] * 4
+    assert holds([replace(row, seed=0) if row.seed == 3 else row for row in rows if row.seed == 3])[0] is False
+
+
+def test_unstated_choices_are_the_runs_or_a_dash():
+    config = {
+        "activation": "relu", "forward_damping": 0.1, "backward_damping": {"bprong": 0.03}, "forward_every": 100,
+        "forward_offset": 0, "backward_every": 50, "statistics": "one batch", "fisher": "", "other": 1,
+    }  # fmt: skip
+    chosen = dict(unstated(config))
+    assert chosen["Activation φ"] == "relu"
+    assert chosen["ε₁, damping of Ž"] == "0.1"
+    assert chosen["ε₂, damping of D"] == "bprong: 0.03"
+    assert chosen["τ₁, c₁: when U and c are renewed"] == "every 100 updates, offset 0"
+    assert chosen["τ₂, c₂: when R is renewed"] == "every 50 updates, offset —"
+    assert chosen["Labels that make the errors of D"] == "—"
+    assert {choice for _, choice in unstated({})} == {"—"}
+
+
+def test_numbers_and_ranges_in_print():
+    assert [number(v) for v in (0.12, 99.96, 100.4, 1234.5, 0.0, 5e-7, NAN, -INF)] == [
+        "0.120", "100", "100", "1234", "0.00", "5.00e-07", "diverged", "diverged",
+    ]  # fmt: skip
+    assert [ranges(n) for n in ([], [4], [1, 2, 4], [1, 3, 4, 5])] == ["", "4", "1–2, 4", "1, 3–5"]
+    assert math.isinf(seconds_to(1.0, []))
