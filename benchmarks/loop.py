@@ -38,7 +38,7 @@ def bare(x: Tensor, y: Tensor, order: Tensor) -> Callable[[], None]:
 
 def ours(name: str, x: Tensor, y: Tensor, order: Tensor) -> Callable[[], None]:
     method, plain = METHODS[name], perceptron([784, 100, 100, 100, 10], "relu", seed=0)
-    trainee = method.prepare(Problem(plain, 0.01, x, 0, method.whitening))
+    trainee = method.prepare(Problem(plain, 0.01, x, y, 0, method.whitening))
     return lambda: train_epoch(trainee, x, y, order, 100) and None
 
 

@@ -22,15 +22,22 @@ from bprong.experiments.progress import Progress
 from bprong.experiments.runner import Config, run
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
-    "damping": {
+    "damping": {  # BPRONG, coarse
         "forward_damping": [0.03, 0.1, 0.3],
         "backward_damping": [0.003, 0.01, 0.03, 0.1],
         "statistics": [0, 5000],
     },
-    "forward": {"forward_damping": [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1], "statistics": [0, 5000]},
+    "refine": {  # BPRONG, around the best of it
+        "forward_damping": [0.2, 0.3, 1.0],
+        "backward_damping": [0.003, 0.01, 0.02],
+        "statistics": [1000, 5000],
+    },
+    "forward": {"forward_damping": [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1], "statistics": [0, 5000]},  # PRONG
+    "edge": {"forward_damping": [0.002, 0.003, 0.005, 0.01], "statistics": [0, 1000]},  # PRONG, over seeds
     "periods": {"period": [20, 50, 100, 200, 400]},
-    "fisher": {"fisher": ["sampled", "exact", "empirical"], "average": [0.0]},
+    "fisher": {"fisher": ["sampled", "exact", "empirical"]},
     "average": {"average": [0.0, 0.5, 0.9]},
+    "one": {},  # only what --fix says
 }
 
 

@@ -269,3 +269,97 @@ def test_an_unknown_optimizer_is_refused_unless_told_how():
     bprong.Rewhitening(model, optimizer, carry={"momentum_buffer": "velocity"})
     with pytest.raises(ValueError, match="'speed'"):
         bprong.Rewhitening(model, optimizer, carry={"momentum_buffer": "speed"})
+
+
+def test_gradients_already_accumulated_are_moved_too():
+    """Two micro-batches with a refresh between them: their gradients add up in one coordinate system."""
+    x, y = classification(40, 5, 3)
+    model = bprong.whiten_(mlp(5, 4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rewhitening = bprong.Rewhitening(model, optimizer, forward_every=1, backward_every=1, fisher="exact")
+    F.cross_entropy(model(x), y).backward()
+    rewhitening.step(x)
+    F.cross_entropy(model(x), y).backward()
+    plain = bprong.fold(model)
+    plain.zero_grad()
+    (2 * F.cross_entropy(plain(x), y)).backward()
+    for layer, stock in zip(layers_of(model), (plain[0], plain[2]), strict=True):
+        centred = stock.weight.grad - torch.outer(stock.bias.grad, layer.c)
+        assert_close(layer.weight_dagger.grad, layer.R @ centred @ layer.U.T, 1e-10)
+        assert_close(layer.bias_dagger.grad, layer.R @ stock.bias.grad, 1e-10)
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 10.0])
+def test_momentum_is_exact_with_a_learning_rate_of_the_biass_own(factor):
+    """Velocities in ordinary coordinates: v_W ← βv_W + η_W P g_W, v_b ← βv_b + η_b (RᵀR) g_b − η_W (P g_W) c."""
+    x, y = classification(40, 5, 3)
+    model = bprong.whiten_(mlp(5, 3))
+    layer, beta, lr = model[0], 0.9, 0.05
+    groups = [{"params": [layer.weight_dagger]}, {"params": [layer.bias_dagger], "lr": lr * factor}]
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=beta)
+    W, b = layer.weight.detach().clone(), layer.bias.detach().clone()
+    vW, vb = torch.zeros_like(W), torch.zeros_like(b)
+    for t in range(20):
+        U, c, R = invertible(5, t), torch.randn(5, dtype=torch.float64), invertible(3, t + 50)
+        for change in (layer.rewhiten_forward_(U / 3, c), layer.rewhiten_backward_(R / 3)):
+            carry_(optimizer, rules_for(optimizer), layer, change)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        p = (x @ W.T + b).softmax(-1) - F.one_hot(y, 3)
+        g_W, g_b = p.T @ x / len(x), p.mean(0)
+        RR, UU = R.T @ R / 9, U.T @ U / 9
+        step_W, step_b = lr * RR @ (g_W - torch.outer(g_b, c)) @ UU, lr * factor * RR @ g_b
+        vW, vb = beta * vW + step_W, beta * vb + step_b - step_W @ c
+        W, b = W - vW, b - vb
+        assert_close(layer.weight, W, 1e-9)
+        assert_close(layer.bias, b, 1e-9)
+
+
+def test_each_state_of_rmsprop_is_moved_by_its_own_rule():
+    model = bprong.whiten_(mlp(4, 3))
+    layer = model[0]
+    optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.9, centered=True)
+    F.cross_entropy(model(torch.randn(5, 4, dtype=torch.float64)), torch.zeros(5, dtype=torch.long)).backward()
+    optimizer.step()
+    state = {key: (optimizer.state[layer.weight_dagger][key].clone(), optimizer.state[layer.bias_dagger][key].clone())
+             for key in ("momentum_buffer", "grad_avg", "square_avg")}  # fmt: skip
+    change = layer.rewhiten_forward_(invertible(4, 1), torch.randn(4))
+    carry_(optimizer, rules_for(optimizer), layer, change)
+    for key, rule in (("momentum_buffer", "velocity"), ("grad_avg", "gradient"), ("square_avg", "squares")):
+        W, b = getattr(change, rule)(*state[key])
+        assert_close(optimizer.state[layer.weight_dagger][key], W, 1e-12)
+        assert_close(optimizer.state[layer.bias_dagger][key], b, 1e-12)
+
+
+@pytest.mark.parametrize("kept", ["weight", "bias"])
+def test_state_of_one_of_the_two_alone_is_moved(kept):
+    layer = bprong.WhitenedLinear(4, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    parameter = layer.weight_dagger if kept == "weight" else layer.bias_dagger
+    optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter.data)
+    carry_(optimizer, rules_for(optimizer), layer, layer.rewhiten_backward_(invertible(3, 1)))
+    assert not torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.ones_like(parameter.data))
+
+
+@pytest.mark.parametrize("carry", [{"momentum": "velocity"}, {"momentum_buffer": "velocity", "step": "velocity"}])
+def test_a_carry_that_does_not_fit_the_state_is_refused_before_anything_is_changed(carry):
+    class Counting(Unknown):
+        """Keeps a count beside its momentum."""
+
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                state["step"] = torch.tensor(1.0)
+
+    x, y = classification(40, 5, 3)
+    model = bprong.whiten_(mlp(5, 4, 3))
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    rewhitening = bprong.Rewhitening(model, optimizer, carry=carry, forward_every=1, backward_every=1)
+    rewhitening.step(x)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="layer '0': Counting keeps '(momentum_buffer|step)'"):
+        rewhitening.step(x)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,6 +1,7 @@
 """whiten_ and fold: any module tree, same function, exact way back."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -100,6 +101,26 @@ def tied_parameter():
     return model
 
 
+def tied_bias():
+    model = mlp(4, 4, 4)
+    model[2].bias = model[0].bias
+    return model
+
+
+def hooked_backward():
+    model = mlp(3, 2)
+    model[0].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def weight_normed():
+    model = mlp(3, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old form, which keeps the layer's class
+        torch.nn.utils.weight_norm(model[0])
+    return model
+
+
 def hooked():
     model = mlp(3, 2)
     model[0].register_forward_hook(lambda *_: None)
@@ -111,10 +132,14 @@ def hooked():
     [
         (tied_module, r"shared \(tied\) by 0.weight, 2.weight"),
         (tied_parameter, r"out: its weight is shared \(tied\) by embed.weight, out.weight"),
-        (lambda: DataParallel(mlp(3, 2)), "the model is wrapped in DataParallel.*whiten the inner model first"),
+        (lambda: DataParallel(mlp(3, 2)), "the model is wrapped in DataParallel.*give the inner model"),
         (lambda: nn.Sequential(DataParallel(mlp(3, 2))), "0 is wrapped in DataParallel"),
         (lambda: nn.Linear(3, 2), "wrap it"),
         (hooked, "carries hooks"),
+        (hooked_backward, "carries hooks"),
+        (tied_bias, r"its bias is shared \(tied\) by 0.bias, 2.bias"),
+        (weight_normed, "computed from other parameters"),
+        (lambda: mlp(3, 2, dtype=torch.complex64), "its weight is complex"),
         (lambda: nn.Sequential(nn.ReLU()), "nothing to whiten: of 0"),
     ],
 )
@@ -138,7 +163,7 @@ def test_a_ddp_model_is_refused(tmp_path):
             bprong.whiten_(ddp)
         inner = bprong.whiten_(mlp(3, 2))
         ddp = DistributedDataParallel(inner)
-        with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
+        with pytest.raises(ValueError, match="one process on an unwrapped model"):
             bprong.Rewhitening(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
     finally:
         dist.destroy_process_group()

@@ -144,6 +144,46 @@ def test_deepcopy_and_pickle_give_an_equal_independent_layer(clone):
     assert not torch.equal(layer.weight_dagger, other.weight_dagger)
 
 
+def test_weight_and_bias_are_differentiable_by_the_layers_parameters():
+    """A penalty on the ordinary weight is a penalty: ∂/∂W† of ½‖RᵀW†U‖² is R W Uᵀ."""
+    layer = moved(WhitenedLinear(4, 3, dtype=torch.float64))
+    (layer.weight.square().sum() / 2).backward()
+    assert_close(layer.weight_dagger.grad, layer.R @ layer.weight @ layer.U.T, 1e-12)
+    assert not layer.to_linear().weight.grad_fn
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_checkpoints_cross_between_forward_only_and_both_directions(bias):
+    z = torch.randn(5, 4)
+    for source, target in ((True, False), (False, True)):
+        saved = moved(WhitenedLinear(4, 3, bias=bias, backward=source))
+        loaded = moved(WhitenedLinear(4, 3, bias=bias, backward=target), seed=9)
+        loaded.load_state_dict(saved.state_dict())
+        assert_close(loaded(z), saved(z), 1e-5)
+
+
+def test_a_stock_weight_alone_leaves_the_ordinary_bias_as_it_was():
+    layer = moved(WhitenedLinear(4, 3))
+    weight, bias = torch.randn(3, 4), layer.bias.detach()
+    with pytest.raises(RuntimeError, match="bias"):
+        moved(WhitenedLinear(4, 3)).load_state_dict({"weight": weight})
+    layer.load_state_dict({"weight": weight}, strict=False)
+    assert_close(layer.weight, weight, 1e-6)
+    assert_close(layer.bias, bias, 1e-5)
+
+
+def test_coordinates_that_cannot_be_are_refused_with_nothing_changed():
+    layer = moved(WhitenedLinear(4, 3, bias=False))
+    before = snapshot(layer)
+    with pytest.raises(ValueError, match="c must stay 0"):
+        layer.rewhiten_forward_(torch.eye(4), torch.ones(4))
+    with pytest.raises(torch.linalg.LinAlgError):
+        layer.rewhiten_forward_(torch.zeros(4, 4), torch.zeros(4))
+    with pytest.raises(torch.linalg.LinAlgError):
+        layer.rewhiten_backward_(torch.zeros(3, 3))
+    assert_unchanged(before, snapshot(layer))
+
+
 def test_frozen_parameters_stay_frozen_and_an_untrained_bias_is_not_centred():
     linear = nn.Linear(4, 3)
     linear.bias.requires_grad_(False)
@@ -153,6 +193,8 @@ def test_frozen_parameters_stay_frozen_and_an_untrained_bias_is_not_centred():
     assert not WhitenedLinear(4, 3, bias=False).centred
     back = layer.to_linear()
     assert [p.requires_grad for p in back.parameters()] == [True, False]
+    linear.weight.requires_grad_(False)
+    assert not WhitenedLinear.from_linear(linear).to_linear().weight.requires_grad
     assert not back.training
 
 

@@ -84,6 +84,7 @@ def test_one_output_per_example_may_be_flat(model):
         ("categorical", torch.zeros(4), "at least two classes"),
         ("categorical", torch.zeros(4, 1), "use bernoulli"),
         ("categorical", torch.zeros(4, 3, dtype=torch.long), "floating-point"),
+        ("categorical", torch.zeros(2, 10, 4, 4), "not clear which holds them"),
         ("gaussian", torch.zeros(0, 3), "non-empty"),
         ("bernoulli", torch.tensor(1.0), "one row per target"),
     ],
@@ -140,3 +141,13 @@ def test_a_reduced_loss_of_a_users_own_is_refused():
 def test_an_unknown_likelihood_is_answered_by_the_known_ones():
     with pytest.raises(ValueError, match=r"'categorical', 'bernoulli', 'gaussian'.*not 'softmax'"):
         likelihood_of("softmax")
+
+
+@pytest.mark.parametrize("model", [Bernoulli(), Gaussian()])
+def test_an_image_is_one_target(model):
+    output = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+    y = model.sample(output)
+    flat = output.flatten(1)
+    assert model.targets(output) == model.targets(flat) == 2
+    assert_close(model.nll(output, y), model.nll(flat, y.flatten(1)), 1e-14)
+    assert len(list(model.roots(output))) == 12

@@ -274,7 +274,7 @@ def test_inputs_may_be_several_or_named():
 
 def test_a_layer_of_the_wrong_width_is_named_and_an_empty_batch_refused():
     model = mlp(5, 4, 3)
-    with pytest.raises(ValueError, match=r"layer '0' takes at least one row of 5 features.*given shape \(2, 7\)"):
+    with pytest.raises(ValueError, match=r"layer '0' takes rows of 5 features, not shape \(2, 7\)"):
         measure(model, torch.zeros(2, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match="the batch is empty"):
         measure(model, torch.zeros(0, 5, dtype=torch.float64))
@@ -298,3 +298,132 @@ def test_bf16_autocast_measures_what_float32_does():
         assert half[name].delta.scatter.dtype is torch.float64
         assert_close(half[name].delta.second, full[name].delta.second, 0.03)
         assert_close(half[name].z.second, full[name].z.second, 0.03)
+
+
+class Normalised(nn.Module):
+    """Rows that see each other: BatchNorm in training, or a sequence flattened into rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 4, dtype=torch.float64), nn.BatchNorm1d(4, dtype=torch.float64)
+        self.last = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+class Flattened(Mixing):
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "layer"), [(Normalised(), (20, 5), "first"), (Flattened(), (6, 4, 3), "inner")]
+)
+def test_exact_means_the_samples_mean_where_rows_are_not_independent_too(model, shape, layer):
+    x = torch.randn(shape, dtype=torch.float64)
+    means = {
+        fisher: sum(measure(model, x, fisher=fisher, seed=s)[layer].delta.second for s in range(600)) / 600
+        for fisher in ("exact", "sampled")
+    }
+    assert_close(means["exact"], means["sampled"], 0.12)
+    assert means["exact"].trace() / means["sampled"].trace() == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("choice", ["bernoulli", "gaussian"])
+def test_exact_roots_of_sequences_take_one_position_at_a_time(choice):
+    model, x = Mixing(), torch.randn(3, 4, 3, dtype=torch.float64)
+    exact = measure(model, x, likelihood=choice)["inner"].delta.second
+    draws = [measure(model, x, likelihood=choice, fisher="sampled", seed=s)["inner"].delta.second for s in range(1500)]
+    assert_close(sum(draws) / len(draws), exact, 0.06)
+
+
+def test_sampled_targets_are_not_the_datas():
+    model, (x, y) = mlp(5, 4, 3), classification(40, 5, 3)
+    drawn, given = (measure(model, x, labels, fisher="sampled") for labels in (None, y))
+    assert_close(given["0"].delta.second, drawn["0"].delta.second, 0)
+
+
+def test_buffers_that_a_pass_replaces_are_put_back():
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return self.layer(x)
+
+    model = Averaging()
+    before = model.seen
+    measure(model, torch.randn(4, 5))
+    assert model.seen is before
+    assert model.seen == 0
+
+
+def test_an_expert_without_rows_is_left_out():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.busy, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.busy(x) + self.idle(x[:0]).sum(0)
+
+    seen = measure(Experts(), torch.randn(4, 5))
+    assert seen["idle"].z is None
+    assert seen["busy"].z is not None
+
+
+def test_a_detached_output_and_inference_mode_are_named():
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.layer(x).detach()
+
+    with pytest.raises(ValueError, match="output is detached"):
+        measure(Detached(), torch.randn(4, 5))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        measure(mlp(5, 3, dtype=torch.float32), torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_models_are_measured_as_they_are_without(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    inner = mlp(5, 4, 4, 3)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner[4](checkpoint(self.inner[:4], x, use_reentrant=use_reentrant))
+
+    x, _ = classification(12, 5, 3)
+    plain, seen = measure(inner, x), measure(Checkpointed(), x)
+    for name in ("0", "2", "4"):
+        assert_close(seen[f"inner.{name}"].delta.second, plain[name].delta.second, 1e-12)
+
+
+def test_a_mapping_without_logits_says_what_it_has():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return {"scores": self.layer(x)}
+
+    with pytest.raises(TypeError, match=r"without \"logits\"; it has \['scores'\]"):
+        measure(Named(), torch.randn(4, 5))
+
+
+def test_targets_that_are_no_tensor_are_refused():
+    with pytest.raises(ValueError, match="must be a tensor, not list"):
+        measure(mlp(5, 3), torch.randn(2, 5, dtype=torch.float64), [0, 1], fisher="empirical")

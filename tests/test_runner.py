@@ -77,7 +77,7 @@ def test_all_methods_see_the_same_batches_in_the_same_order(digits, tmp_path, mo
 def test_the_loop_is_plain_gradient_descent(digits):
     """train_epoch with SGD against the update written out."""
     plain, other = (perceptron([64, 10], "relu", seed=1) for _ in range(2))
-    trainee = METHODS["sgd"].prepare(Problem(plain, 0.1, digits.x_train, 1, Whitening()))
+    trainee = METHODS["sgd"].prepare(Problem(plain, 0.1, digits.x_train, digits.y_train, 1, Whitening()))
     order = torch.arange(50)
     assert train_epoch(trainee, digits.x_train, digits.y_train, order, batch=20) == 2
     for chosen in (order[:20], order[20:40]):
@@ -90,7 +90,9 @@ def test_the_loop_is_plain_gradient_descent(digits):
 
 
 def test_a_batch_larger_than_the_data_is_one_update(digits):
-    trainee = METHODS["sgd"].prepare(Problem(perceptron([64, 10], "relu", 0), 0.1, digits.x_train, 0, Whitening()))
+    trainee = METHODS["sgd"].prepare(
+        Problem(perceptron([64, 10], "relu", 0), 0.1, digits.x_train, digits.y_train, 0, Whitening())
+    )
     assert train_epoch(trainee, digits.x_train, digits.y_train, torch.arange(30), batch=100) == 1
 
 

@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import nn
 
 import bprong
 import bprong.schedule
-from bprong.schedule import PATIENCE, WhiteningWarning
+from bprong.schedule import PATIENCE, WhiteningWarning, mixed
 from bprong.whitening import Whitener, WhiteningError
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 
@@ -92,7 +93,7 @@ def test_empirical_fisher_takes_y_and_says_so_when_it_is_missing():
     x, y = classification(30, 5, 3)
     model, _, rewhitening = whitened(5, 4, 3, fisher="empirical", **NOW)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"call step\(x, y\)"):
+    with pytest.raises(ValueError, match=r"give y with the batch, step\(x, y\)"):
         rewhitening.step(x)
     assert_unchanged(before, snapshot(model))
     assert len(rewhitening.step(x, y)) == 4
@@ -142,7 +143,9 @@ def test_non_finite_statistics_keep_the_whitener_warn_once_per_layer_and_raise_a
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rewhitening.step(nan_batch(x))  # not warned of again
-        with pytest.raises(WhiteningError, match=f"layer '0'.*not finite.*{PATIENCE} times in a row"):
+        with pytest.raises(
+            WhiteningError, match=f"layer '0', forward whitening, {PATIENCE} times in a row: .*not finite"
+        ):
             rewhitening.step(nan_batch(x))
     assert_unchanged(before, snapshot(model))
 
@@ -214,7 +217,7 @@ def test_a_rewhitening_that_would_change_the_outputs_is_rolled_back(matrix, mess
     before, momentum = snapshot(model), optimizer.state[model[0].weight_dagger]["momentum_buffer"].clone()
 
     def unfit(second, *_):
-        return Whitener(matrix(len(second)), second, second.diagonal(), second)
+        return Whitener(matrix(len(second)), second, second.diagonal(), second, second)
 
     monkeypatch.setattr(bprong.schedule, "whitener", unfit)
     with pytest.warns(WhiteningWarning) as caught:
@@ -237,7 +240,7 @@ def test_a_layer_that_is_never_called_is_named():
     model = bprong.whiten_(Idle())
     rewhitening = bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), **NOW)
     x = torch.randn(8, 5)
-    with pytest.warns(WhiteningWarning, match="layer 'idle'.*no statistics reached it; is the layer used"):
+    with pytest.warns(WhiteningWarning, match="layer 'idle'.*no statistics reached it; is it used"):
         done = rewhitening.step(x)
     assert {r.layer for r in done} == {"used"}
     model.idle.requires_grad_(False)
@@ -250,7 +253,7 @@ def test_a_layer_that_is_never_called_is_named():
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
-        (torch.zeros(4, 7, dtype=torch.float64), {}, "layer '0' takes at least one row of 5 features"),
+        (torch.zeros(4, 7, dtype=torch.float64), {}, "layer '0' takes rows of 5 features"),
         (torch.zeros(0, 5, dtype=torch.float64), {}, "the batch is empty"),
         (None, {}, "nothing to measure"),
         (torch.ones(4, 5, dtype=torch.float64), {"likelihood": "categorical", "classes": 1}, "use bernoulli"),
@@ -283,12 +286,16 @@ def test_an_optimizer_built_before_whiten_is_refused():
     ("options", "message"),
     [
         ({"forward_every": 0}, "forward_every must be a whole number of at least 1, not 0"),
-        ({"forward_every": 2.5}, "not 2.5"),
+        ({"forward_every": 2.5}, "whole numbers, not 2.5"),
         ({"backward_every": 10, "backward_offset": 10}, r"0 … backward_every − 1 = 9, not 10"),
         ({"fisher": "true"}, "fisher must be one of .*'sampled'"),
         ({"factorisation": "qr"}, "factorisation must be one of"),
         ({"average": 1.0}, "average must lie in"),
-        ({"record_every": -1}, "record_every"),
+        ({"record_every": -1, "average": 0.5}, "record_every"),
+        ({"record_every": 5}, "give average too"),
+        ({"samples": (1, 2, 3)}, "not a tuple of 3"),
+        ({"forward_damping": None}, "finite number of at least 0, not None"),
+        ({"backward_every": "10"}, "whole numbers, not '10'"),
         ({"likelihood": "softmax"}, "likelihood must be one of"),
         ({"forward_damping": -1}, "damping must be"),
     ],
@@ -370,3 +377,72 @@ def test_under_bf16_autocast_it_trains():
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 4
+
+
+def test_the_backward_offset_is_half_its_period_by_default():
+    x, _ = classification(30, 5, 3)
+    _, _, rewhitening = whitened(5, 4, 3, forward_every=100, backward_every=np.int64(6))
+    assert [t for t in range(8) if {r.side for r in rewhitening.step(x)} == {"backward"}] == [3]
+
+
+def test_targets_are_drawn_anew_at_every_refresh_and_from_no_stream_of_the_users():
+    x, _ = classification(30, 5, 3)
+    model, _, rewhitening = whitened(5, 4, 3, **NOW)
+    drawn = []
+    for _ in range(3):
+        rewhitening.step(x)
+        drawn.append(model[2].R.clone())
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    assert mixed(0, 0) not in (0, 1)
+    assert len({mixed(seed, t) for seed in range(20) for t in range(20)}) == 400
+    assert mixed(1, 0) != mixed(0, 1)
+
+
+def test_recording_between_refreshes_measures_errors_too():
+    x, _ = classification(60, 5, 3)
+    _, _, rewhitening = whitened(5, 4, 3, average=0.5, record_every=1, backward_every=5, backward_offset=4)
+    for t in range(4):
+        rewhitening.step(x[t * 10 : t * 10 + 10])
+    assert rewhitening.state_dict()["moments"]["backward:0"]["weight"] == 10 * (1 + 1 / 2 + 1 / 4 + 1 / 8)
+
+
+def test_forward_only_layers_need_no_backward_pass_and_no_fitting_likelihood():
+    model = bprong.whiten_(mlp(5, 1), backward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rewhitening = bprong.Rewhitening(model, optimizer, average=0.5, record_every=1)
+    assert len(rewhitening.step(torch.randn(9, 5, dtype=torch.float64))) == 1
+
+
+def test_freezing_the_bias_later_takes_c_back_to_zero_and_the_average_with_it():
+    x, _ = classification(30, 5, 3)
+    model, _, rewhitening = whitened(5, 3, average=0.5, **NOW)
+    rewhitening.step(x)
+    assert model[0].c.any()
+    before = model(x)
+    model[0].bias_dagger.requires_grad_(False)
+    rewhitening.step(x)
+    assert not model[0].c.any()
+    assert_close(model(x), before, 1e-12)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="works in one process"):
+        whitened(5, 3)
+
+
+def test_a_state_that_is_none_is_refused():
+    _, _, rewhitening = whitened(5, 3)
+    with pytest.raises(ValueError, match="has t, seed and moments"):
+        rewhitening.load_state_dict({})
+
+
+def test_parameters_that_are_not_finite_are_called_that():
+    x, _ = classification(30, 5, 3)
+    model, _, rewhitening = whitened(5, 3, **NOW)
+    with torch.no_grad():
+        model[0].weight_dagger[0, 0] = math.nan
+    with pytest.warns(WhiteningWarning, match="its outputs on this batch are not finite"):
+        rewhitening.step(x)

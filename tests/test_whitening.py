@@ -1,12 +1,14 @@
 """Whiteners: U (Ž + ε) Uᵀ = I for every factorisation, damping and rank."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bprong.moments import input_moments
-from bprong.whitening import Damping, WhiteningError, whitener
+from bprong.whitening import Damping, WhiteningError, inverse, whitener
 from helpers import EPS, assert_close, spd
 
 FACTORISATIONS = ["eigh", "cholesky", "symmetric"]
@@ -31,7 +33,7 @@ def test_assert_whitens_can_fail():
     good = whitener(spd(4), 0.1)
     assert_whitens(good)
     with pytest.raises(AssertionError):
-        assert_whitens(whitener(spd(4), 0.1).__class__(good.matrix * 1.0001, good.inverse, good.damping, good.second))
+        assert_whitens(dataclasses.replace(good, matrix=good.matrix * 1.0001))
 
 
 @given(d=st.integers(1, 12), rank=st.integers(0, 12), epsilon=st.sampled_from([1e-6, 0.03, 1.0, 50.0]),
@@ -153,3 +155,40 @@ def test_cholesky_gives_way_to_eigh_where_rounding_made_the_moment_indefinite():
 def test_bad_arguments_are_answered_by_what_is_allowed(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_rank_does_not_depend_on_the_factorisation():
+    second = torch.diag(torch.tensor([1e-12, 1.0, 1e12, 0.0], dtype=torch.float64))
+    assert [whitener(second, Damping(1.0, "variance"), f).rank for f in FACTORISATIONS] == [3, 3, 3]
+    assert [whitener(second * 1e-8, 1.0, f).rank for f in FACTORISATIONS] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("factorisation", ["eigh", "symmetric"])
+def test_negative_eigenvalues_of_rounding_count_as_zero(factorisation):
+    second = torch.diag(torch.tensor([1.0, -1e-9], dtype=torch.float64))
+    found = whitener(second, 0.01, factorisation)
+    assert_close(found.matrix.T @ found.matrix, torch.diag(torch.tensor([1 / 1.01, 100.0])), 1e-6)
+
+
+def test_a_moment_that_is_not_quite_symmetric_is_taken_as_its_symmetric_part():
+    second = spd(4)
+    skewed = second + 1e-3 * torch.tensor([[0.0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    for factorisation in FACTORISATIONS:
+        ours, expected = (whitener(m, 0.1, factorisation).matrix for m in (skewed, second))
+        assert_close(ours.T @ ours, expected.T @ expected, 1e-10)
+
+
+@given(d=st.integers(1, 8), rank=st.integers(0, 8), relative_to=st.sampled_from(["one", "mean", "variance"]))
+def test_the_inverse_is_that_of_any_root(d, rank, relative_to):
+    second, damping = moment_of_rank(d, min(rank, d)), Damping(0.1, relative_to)
+    U = whitener(second, damping).matrix
+    assert_close(inverse(second, damping), U.T @ U, 1e-9)
+
+
+def test_the_inverse_gives_way_to_eigh_and_refuses_what_it_cannot_do():
+    second = moment_of_rank(30, 3) * 1e6 - 1e-7 * torch.eye(30, dtype=torch.float64)
+    assert_close(inverse(second, 1e-5), inverse(second + 1e-7 * torch.eye(30, dtype=torch.float64), 1e-5), 0.05)
+    with pytest.raises(WhiteningError, match="span 4 of 6"):
+        inverse(moment_of_rank(6, 4))
+    with pytest.raises(WhiteningError, match="not finite"):
+        inverse(torch.full((2, 2), float("nan")))

@@ -13,7 +13,7 @@ from bprong.coordinates import Change
 from bprong.layers import WhitenedLinear
 from bprong.moments import wide
 
-__all__ = ["Rule", "Rules", "carry_", "rules_for"]
+__all__ = ["Rule", "Rules", "carry_", "check_state", "rules_for"]
 
 Rule = Literal["velocity", "gradient", "squares"]  # the methods of Change
 Rules = Mapping[str, Rule]  # by the key under which an optimizer keeps it
@@ -49,19 +49,50 @@ def rules_for(optimizer: Optimizer, own: Rules | None = None) -> Rules:
     )
 
 
+def check_state(optimizer: Optimizer, rules: Rules, layers: Mapping[str, WhitenedLinear]) -> None:
+    """Raises ValueError where the optimizer keeps something of a layer's shape that no rule moves, or the reverse."""
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+                if shaped != (key in rules) and value is not None:
+                    raise ValueError(
+                        f"layer {name!r}: {type(optimizer).__name__} keeps {key!r}, and carry says "
+                        f"{rules.get(key, 'nothing')} of it; what is shaped like the parameter must be carried, and "
+                        f"nothing else can be. carry is {dict(rules)}"
+                    )
+
+
 @torch.no_grad()
 def carry_(optimizer: Optimizer, rules: Rules, layer: WhitenedLinear, change: Change) -> None:
-    """Moves the optimizer's state of one layer, in place."""
-    weight_state: dict[str, Tensor] = optimizer.state.get(layer.weight_dagger, {})
-    bias_state: dict[str, Tensor] = {} if layer.bias_dagger is None else optimizer.state.get(layer.bias_dagger, {})
+    """Moves the optimizer's state of one layer, and its gradients if there are any, in place."""
+    W, b = layer.weight_dagger, layer.bias_dagger
+    weight_state = optimizer.state.get(W, {})
+    bias_state = {} if b is None else optimizer.state.get(b, {})
     for key, rule in rules.items():
-        W, b = weight_state.get(key), bias_state.get(key)
-        if W is None and b is None:
-            continue
-        W_new, b_new = getattr(change, rule)(
-            torch.zeros_like(wide(layer.weight_dagger)) if W is None else wide(W), None if b is None else wide(b)
-        )
-        if W is not None:
-            W.copy_(W_new)
-        if b is not None:
-            b.copy_(b_new)
+        # A momentum buffer is a velocity up to the learning rate, which weight and bias may have each their own of.
+        ratio = _rate(optimizer, W) / _rate(optimizer, b) if rule == "velocity" and b is not None else 1.0
+        _move(change, rule, layer, weight_state.get(key), bias_state.get(key), ratio)
+    _move(change, "gradient", layer, W.grad, None if b is None else b.grad)
+
+
+def _move(
+    change: Change, rule: Rule, layer: WhitenedLinear, W: Tensor | None, b: Tensor | None, ratio: float = 1.0
+) -> None:
+    """W and b move together; W counts `ratio` times as much for b as for itself."""
+    if W is None and b is None:
+        return
+    W_old = torch.zeros_like(wide(layer.weight_dagger)) if W is None else wide(W) * ratio
+    W_new, b_new = getattr(change, rule)(W_old, None if b is None else wide(b))
+    if W is not None:
+        W.copy_(W_new / ratio)
+    if b is not None:
+        b.copy_(b_new)
+
+
+def _rate(optimizer: Optimizer, parameter: Tensor) -> float:
+    """The learning rate of the group a parameter is in; 1 where it is in none, or its rate is 0 and nothing moves."""
+    for group in optimizer.param_groups:
+        if any(parameter is p for p in group["params"]):
+            return float(group["lr"]) or 1.0
+    return 1.0

@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from bprong.layers import WhitenedLinear
 
-__all__ = ["fold", "refuse_wrapped", "whiten_", "whitened_layers"]
+__all__ = ["fold", "is_wrapper", "whiten_", "whitened_layers"]
 
 M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
-
-_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def whiten_(model: M, filter_fn: Filter | None = None, *, backward: bool = True) -> M:
@@ -32,17 +29,15 @@ def whiten_(model: M, filter_fn: Filter | None = None, *, backward: bool = True)
     >>> [type(m).__name__ for m in model]
     ['WhitenedLinear', 'ReLU', 'WhitenedLinear']
     """
-    refuse_wrapped(model)
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    chosen = [name for name in names if filter_fn is None or filter_fn(model.get_submodule(name), name)]
+    _refuse_wrapped(model)
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    chosen = {name: linear for name, linear in linears.items() if filter_fn is None or filter_fn(linear, name)}
     if not chosen:
-        raise ValueError(f"nothing to whiten: of {len(names)} nn.Linear in {type(model).__name__} none was chosen")
+        raise ValueError(f"nothing to whiten: of {len(linears)} nn.Linear in {type(model).__name__} none was chosen")
     owners = _owners(model)
-    for name in chosen:  # everything is checked before anything is changed
-        _refuse_unfit(model.get_submodule(name), name, owners)
-    for name in chosen:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
+    for name, linear in chosen.items():  # everything is checked before anything is changed
+        _refuse_unfit(linear, name, owners)
+    for name, linear in chosen.items():
         model.set_submodule(name, WhitenedLinear.from_linear(linear, backward))
     return model
 
@@ -66,19 +61,28 @@ def whitened_layers(model: nn.Module) -> Iterator[tuple[str, WhitenedLinear]]:
             yield name, module
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _WRAPPERS):
+        if is_wrapper(module):
             raise ValueError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}, which already holds the parameters that "
-                f"whiten_ would replace; whiten the inner model first, then wrap it"
+                f"whiten_ would replace; give the inner model"
             )
 
 
-def _refuse_unfit(linear: nn.Module, name: str, owners: dict[int, list[str]]) -> None:
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module trains its inner model on several devices."""
+    # By name, because importing torch.distributed.fsdp takes seconds.
+    sharded = any("FSDP" in kind.__name__ or "FullySharded" in kind.__name__ for kind in type(module).__mro__)
+    return sharded or isinstance(module, (DataParallel, DistributedDataParallel))
+
+
+def _refuse_unfit(linear: nn.Linear, name: str, owners: dict[int, list[str]]) -> None:
     """The reasons why one layer cannot be replaced without changing what the model computes or learns."""
     if not name:
         raise ValueError("a bare nn.Linear cannot be replaced in place; wrap it: nn.Sequential(linear)")
+    if linear.weight.is_complex():
+        raise ValueError(f"{name}: its weight is complex; whitening is defined for real ones only. Leave it out")
     if set(dict(linear.named_parameters())) - {"weight", "bias"}:
         raise ValueError(
             f"{name}: its weight is computed from other parameters (weight or spectral norm); leave it out"

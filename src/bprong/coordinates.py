@@ -8,7 +8,7 @@ velocity, such as SGD's momentum buffer, moves exactly as the parameters do. A g
 inverse transpose. Taking one for the other was off by a factor 12 in a small case.
 
 All tensors are float64 and hold the very values of the layer's buffers: solving against U' as it was rounded, not as
-it was computed, is what keeps the function fixed in float32.
+it was computed, leaves the rounding of W† as the only error.
 """
 
 from __future__ import annotations

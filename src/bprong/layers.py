@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bprong.coordinates import BackwardChange, Change, ForwardChange, Pair
-from bprong.moments import wide
+from bprong.moments import wide, widened
 
 __all__ = ["WhitenedLinear"]
 
@@ -76,7 +76,8 @@ class WhitenedLinear(nn.Module):
 
     def to_linear(self) -> nn.Linear:
         """The stock layer that computes the same function."""
-        W, b = self.weight, self.bias
+        with torch.no_grad():
+            W, b = self.weight, self.bias
         linear = nn.Linear(self.in_features, self.out_features, b is not None, device="meta", dtype=W.dtype)
         linear.weight = nn.Parameter(W, self.weight_dagger.requires_grad)
         if b is not None and self.bias_dagger is not None:
@@ -95,14 +96,14 @@ class WhitenedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W = Rᵀ W† U, detached, in the layer's dtype."""
-        return self._ordinary()[0].to(self.weight_dagger.dtype)
+        """W = Rᵀ W† U, computed from the parameters and differentiable by them; writing to it changes nothing."""
+        return self._ordinary()[0].to(self.weight_dagger)
 
     @property
     def bias(self) -> Tensor | None:
-        """b = Rᵀ b† − W c, detached, in the layer's dtype; None without one."""
+        """b = Rᵀ b† − W c, as `weight`; None without one."""
         b = self._ordinary()[1]
-        return None if b is None else b.to(self.weight_dagger.dtype)
+        return None if b is None else b.to(self.weight_dagger)
 
     @property
     def centred(self) -> bool:
@@ -110,30 +111,33 @@ class WhitenedLinear(nn.Module):
         return self.bias_dagger is not None and self.bias_dagger.requires_grad
 
     def _ordinary(self) -> Pair:
-        W = wide(self.weight_dagger) @ wide(self.U)
-        b = None if self.bias_dagger is None else wide(self.bias_dagger)
+        W = widened(self.weight_dagger) @ widened(self.U)
+        b = None if self.bias_dagger is None else widened(self.bias_dagger)
         if self.R is not None:
-            R_T = wide(self.R).T
+            R_T = widened(self.R).T
             W, b = R_T @ W, None if b is None else R_T @ b
-        return W, None if b is None else b - W @ wide(self.c)
+        return W, None if b is None else b - W @ widened(self.c)
 
     def rewhiten_forward_(self, U: Tensor, c: Tensor) -> ForwardChange:
-        """Takes new U (in, in) and c (in,) and moves W†, b† so that the function stays; returns the change made."""
-        U_old, c_old = wide(self.U), wide(self.c)
+        """Takes new U (in, in) and c (in,) and moves W†, b† so that the function stays; returns the change made.
+
+        A singular U raises with nothing changed.
+        """
+        if not self.centred and bool(c.any()):
+            raise ValueError("this layer has no trainable bias, so c must stay 0: training would grow a bias")
+        change = ForwardChange(wide(self.U), wide(self.c), wide(U.to(self.U)), wide(c.to(self.c)))
+        self._move(change)
         self.U.copy_(U)
         self.c.copy_(c)
-        change = ForwardChange(U_old, c_old, wide(self.U), wide(self.c))
-        self._move(change)
         return change
 
     def rewhiten_backward_(self, R: Tensor) -> BackwardChange:
         """Takes a new R (out, out) and moves W†, b† so that the function stays; returns the change made."""
         if self.R is None:
             raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
-        R_old = wide(self.R)
-        self.R.copy_(R)
-        change = BackwardChange(R_old, wide(self.R))
+        change = BackwardChange(wide(self.R), wide(R.to(self.R)))
         self._move(change)
+        self.R.copy_(R)
         return change
 
     @torch.no_grad()
@@ -149,15 +153,34 @@ class WhitenedLinear(nn.Module):
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, bias={self.bias_dagger is not None}, backward={self.R is not None}"
 
-    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
-        """Reads a stock layer's `weight` and `bias` as W† and b† in the coordinates of Algorithm 2's first line."""
-        stock = state_dict.get(f"{prefix}weight")
-        if stock is not None and stock.shape == self.weight_dagger.shape:
-            for name in ("weight", "bias"):
-                if f"{prefix}{name}" in state_dict:
-                    state_dict[f"{prefix}{name}_dagger"] = state_dict.pop(f"{prefix}{name}")
-            state_dict[f"{prefix}U"] = torch.eye(self.in_features, dtype=stock.dtype, device=stock.device)
-            state_dict[f"{prefix}c"] = stock.new_zeros(self.in_features)
-            if self.R is not None:
-                state_dict[f"{prefix}R"] = torch.eye(self.out_features, dtype=stock.dtype, device=stock.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        *rest: Any,
+    ) -> None:
+        """Reads stock layers and layers whitened in other directions too, always as the function that was saved."""
+        own = {key[len(prefix) :]: state_dict[key] for key in state_dict if key.startswith(prefix)}
+        if "weight" in own and own["weight"].shape == self.weight_dagger.shape:
+            if "bias" not in own and self.bias_dagger is not None:
+                own["bias"] = self.bias  # what strict=False leaves alone is the function's bias, not its coordinates
+                missing.append(f"{prefix}bias")
+            own = self._from_stock(own)
+        if "weight_dagger" in own and "R" in own and self.R is None:
+            R_T = own.pop("R").T  # a layer of both directions into a forward-only one
+            own |= {k: R_T @ own[k] for k in ("weight_dagger", "bias_dagger") if own.get(k) is not None}
+        elif "weight_dagger" in own and "R" not in own and self.R is not None:
+            own["R"] = torch.eye(self.out_features).to(own["weight_dagger"])  # and the other way round
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            del state_dict[key]
+        state_dict.update({prefix + key: value for key, value in own.items()})
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+
+    def _from_stock(self, own: dict[str, Any]) -> dict[str, Any]:
+        """W and b as W† and b† in the coordinates of Algorithm 2's first line."""
+        renamed = {f"{key}_dagger" if key in ("weight", "bias") else key: value for key, value in own.items()}
+        W = renamed["weight_dagger"]
+        return renamed | {"U": torch.eye(self.in_features).to(W), "c": torch.zeros(self.in_features).to(W)}

@@ -4,7 +4,8 @@ The Fisher matrix takes targets drawn from the model's own p(y|x), not the data'
 negative log-probability, how to draw from it, and, for an exact Fisher matrix, a root of the output's own Fisher
 matrix: vectors g_k with Σ_k g_k g_kᵀ = E[∇(−log p) ∇(−log p)ᵀ], which back-propagate in place of drawn errors.
 
-One target is one row of the output, (..., m): B of them for classification, B·T for a language model.
+One target is one row of the output, (..., m): B of them for classification, B·T for a language model. Classes are
+therefore in the last dimension. Images (four or more dimensions) of independent pixels are one target each.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ class Categorical(Likelihood):
                 f"categorical needs logits of at least two classes in the last dimension, not an output of shape "
                 f"{tuple(output.shape)}; for one logit per example use bernoulli"
             )
+        if output.ndim > 3:
+            raise ValueError(
+                f"categorical reads classes from the last dimension; of an output of shape {tuple(output.shape)} it is "
+                f"not clear which holds them. Permute and flatten it to (rows, classes), or give your own Likelihood"
+            )
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         if y.is_floating_point() or y.shape != output.shape[:-1]:
@@ -123,8 +129,10 @@ class _Elementwise(Likelihood):
         """The Fisher information of each element of the output."""
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
-        values = self.element_nll(output, y)
-        return values.sum(dim=-1) if output.ndim > 1 else values
+        return self.element_nll(output, y).reshape(self.targets(output), -1).sum(dim=-1)
+
+    def targets(self, output: Tensor) -> int:
+        return len(output) if output.ndim > 3 else super().targets(output)
 
     def roots(self, output: Tensor) -> Iterator[Tensor]:
         """g_k = √f_k e_k, f_k the element's own Fisher information."""

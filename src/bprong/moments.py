@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "error_moments", "input_moments", "rows_of", "wide"]
+__all__ = ["Moments", "error_moments", "input_moments", "rows_of", "wide", "widened"]
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,13 @@ def rows_of(values: Tensor) -> Tensor:
 
 def wide(values: Tensor) -> Tensor:
     """A detached float64 copy, on the tensor's own device or, where that has no float64, on the CPU."""
+    return widened(values.detach().clone())
+
+
+def widened(values: Tensor) -> Tensor:
+    """The same in float64, gradients and all."""
     device = torch.device("cpu") if values.device.type == "mps" else values.device
-    return values.detach().to(device, torch.float64, copy=True)
+    return values.to(device, torch.float64)
 
 
 def _describe(moments: Moments) -> str:

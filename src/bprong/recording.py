@@ -7,6 +7,7 @@ and the module's mode are afterwards as they were before.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,33 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from bprong.likelihood import Likelihood
 from bprong.moments import Moments, error_moments, input_moments
 
-__all__ = ["Call", "Fisher", "Measured", "errors_of", "observed", "record", "roots_of"]
+__all__ = [
+    "Arguments",
+    "Call",
+    "Fisher",
+    "Measured",
+    "errors_of",
+    "measure",
+    "observed",
+    "record",
+    "roots_of",
+    "tapped",
+    "tensor_of",
+]
 
 Fisher = Literal["sampled", "exact", "empirical"]
+
+
+class Arguments(NamedTuple):
+    """What a model was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Call(NamedTuple):
@@ -35,7 +56,7 @@ class Call(NamedTuple):
 class Measured:
     """What one pass saw of one layer.
 
-    z:         moments of its inputs
+    z:         moments of its inputs, where they were asked for
     delta:     moments of its errors, where they were asked for and reached it
     probe:     the inputs of its last call, to compare the layer's outputs on
     """
@@ -51,27 +72,51 @@ def record(
     x: Any,
     y: Tensor | None,
     *,
-    likelihood: Likelihood,
+    likelihood: Likelihood | None,
     fisher: Fisher,
-    errors: bool,
+    inputs: bool = True,
+    errors: bool = True,
     seed: int,
 ) -> dict[str, Measured]:
     """Runs `model` on x and measures the layers, given by name with whether their z is centred.
 
-    errors=False measures z alone and needs no backward pass. y, the data's targets, is used by fisher="empirical" only.
+    inputs, errors: which of z and δ to measure; z alone needs no backward pass. y, the data's targets, is used by
+    fisher="empirical" only.
     """
-    measured = {name: Measured() for name in layers}
-    with observed(model, {name: module for name, (module, _) in layers.items()}, x, seed, errors) as (output, calls):
+    modules = {name: module for name, (module, _) in layers.items()}
+    with observed(model, modules, x, seed, errors) as (output, calls):
+        return measure(
+            {name: centre for name, (_, centre) in layers.items()}, output, calls, y,
+            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors,
+        )  # fmt: skip
+
+
+def measure(
+    centred: Mapping[str, bool],
+    output: Tensor,
+    calls: Sequence[Call],
+    y: Tensor | None,
+    *,
+    likelihood: Likelihood | None,
+    fisher: Fisher,
+    inputs: bool,
+    errors: bool,
+) -> dict[str, Measured]:
+    """The moments of calls that led to an output; without a likelihood, of their inputs alone."""
+    measured = {name: Measured() for name in centred}
+    if likelihood is not None:
         likelihood.check(output)
-        for call in calls:
-            m, centre = measured[call.layer], layers[call.layer][1]
-            seen = input_moments(call.z, centre)
-            m.z, m.probe = seen if m.z is None else m.z.merge(seen), call.z
-        if errors:
-            roots, targets = roots_of(output, y, likelihood, fisher), likelihood.targets(output)
-            for call, delta in errors_of(output, calls, roots):
-                m, seen = measured[call.layer], error_moments(delta, targets)
-                m.delta = seen if m.delta is None else m.delta.overlay(seen)
+    for call in calls:
+        m = measured[call.layer]
+        m.probe = call.z
+        if inputs:
+            seen = input_moments(call.z, centred[call.layer])
+            m.z = seen if m.z is None else m.z.merge(seen)
+    if errors and likelihood is not None:
+        roots, targets = roots_of(output, y, likelihood, fisher), likelihood.targets(output)
+        for call, delta in errors_of(output, calls, roots):
+            m, seen = measured[call.layer], error_moments(delta, targets)
+            m.delta = seen if m.delta is None else m.delta.overlay(seen)
     return measured
 
 
@@ -80,15 +125,30 @@ def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: F
     if not torch.isfinite(output).all():  # nothing can be drawn from it; the errors are as unknown as the output
         return [torch.full_like(output, torch.nan)]
     if fisher == "exact":
-        return likelihood.roots(output)
+        return (root * _signs(root) for root in likelihood.roots(output))
     if fisher == "sampled":
         y = likelihood.sample(output)
     elif y is None:
-        raise ValueError('fisher="empirical" takes the data\'s targets: call step(x, y)')
+        raise ValueError(
+            'fisher="empirical" takes the data\'s targets: give y with the batch, step(x, y) or observe(x, y)'
+        )
+    elif not isinstance(y, Tensor):
+        raise ValueError(f"targets must be a tensor, not {type(y).__name__}")
     else:
         likelihood.check_targets(output, y)
     leaf = output.detach().requires_grad_()
     return torch.autograd.grad(likelihood.total_nll(leaf, y), leaf)
+
+
+def _signs(root: Tensor) -> Tensor:
+    """±1 for each row of the batch, drawn anew for each root.
+
+    They change nothing where rows are computed independently. Where they are not (BatchNorm in training, sequences
+    flattened into rows), errors of different rows would meet with products that the model says are zero on average;
+    with random signs they are.
+    """
+    bits = torch.randint(0, 2, root.shape[:1], device=root.device)
+    return (2 * bits - 1).to(root.dtype).view(-1, *(1 for _ in root.shape[1:]))
 
 
 def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
@@ -96,6 +156,8 @@ def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) ->
     reached = [call for call in calls if call.a.requires_grad]
     if not reached:
         return
+    if not output.requires_grad:
+        raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
     for root in roots:
         deltas = torch.autograd.grad(output, [call.a for call in reached], root, retain_graph=True, allow_unused=True)
         yield from ((call, delta) for call, delta in zip(reached, deltas, strict=True) if delta is not None)
@@ -106,31 +168,33 @@ def observed(
     model: nn.Module, layers: Mapping[str, nn.Module], x: Any, seed: int, errors: bool
 ) -> Iterator[tuple[Tensor, list[Call]]]:
     """Runs `model` on x and gives its output with every call of the layers, in order."""
+    if errors and torch.is_inference_mode_enabled():
+        raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
     with _without_trace(model, seed), torch.set_grad_enabled(errors):
-        calls: list[Call] = []
-        with _tapped(layers, calls):
-            output = _tensor_of(_call(model, x))
+        with tapped(layers) as calls, _plainly():
+            output = tensor_of(_call(model, x))
         yield output, calls
 
 
 @contextmanager
-def _tapped(layers: Mapping[str, nn.Module], calls: list[Call]) -> Iterator[None]:
+def tapped(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
     """While it lasts, every call of a layer leaves its input and output behind."""
+    calls: list[Call] = []
 
     def hooks(name: str) -> tuple[Any, Any]:
         inputs: list[Tensor] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            z: Tensor = args[0] if args else kwargs["input"]
-            if z.ndim == 0 or z.shape[-1] != module.in_features or z.numel() == 0:
-                raise ValueError(
-                    f"layer {name!r} takes at least one row of {module.in_features} features; "
-                    f"in this batch it was given shape {tuple(z.shape)}"
-                )
+            z = args[0] if args else kwargs["input"]
+            if not isinstance(z, Tensor) or z.ndim == 0 or z.shape[-1] != module.in_features:
+                given = f"shape {tuple(z.shape)}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
+                raise ValueError(f"layer {name!r} takes rows of {module.in_features} features, not {given}")
             inputs.append(z.detach().clone())
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            calls.append(Call(name, inputs.pop(), output))
+            z = inputs.pop()
+            if z.numel() > 0:  # an expert may be given no row of a batch
+                calls.append(Call(name, z, output))
             return output.clone()  # what follows may work in place (ReLU); the output kept stays as it was
 
         return before, after
@@ -140,7 +204,24 @@ def _tapped(layers: Mapping[str, nn.Module], calls: list[Call]) -> Iterator[None
             before, after = hooks(name)
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after).remove)
+        yield calls
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """The model as it is written: not compiled, and without re-entrant checkpoints, whose inside has no graph."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.callback(setattr, checkpoint, "CheckpointFunction", checkpoint.CheckpointFunction)
+        checkpoint.CheckpointFunction = _NoCheckpoint  # type: ignore[misc,assignment]
         yield
+
+
+class _NoCheckpoint:
+    @staticmethod
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
 
 
 @contextmanager
@@ -148,41 +229,53 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Random numbers of its own, and every buffer put back afterwards."""
     # Only buffers that a forward pass writes to would need it, and nothing says which those are.
     buffers = [
-        (b, b.clone()) for module in model.modules() if not _inert(module) for b in module.buffers(recurse=False)
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        if not getattr(module, "buffers_are_constant", False)
+        for name, buffer in module.named_buffers(recurse=False)
     ]
-    accelerators = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in {device.type for device in accelerators}:
-            indices = [device.index or 0 for device in accelerators if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
-        torch.manual_seed(seed)
+    with _random_numbers(model, seed):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, saved in buffers:
+                for module, name, buffer, saved in buffers:
                     buffer.copy_(saved)
+                    module._buffers[name] = buffer  # a forward pass may also have put another tensor in its place
 
 
-def _inert(module: nn.Module) -> bool:
-    return bool(getattr(module, "buffers_are_constant", False))
+@contextmanager
+def _random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """A stream of random numbers from `seed` on the model's devices; torch's own goes on afterwards where it was."""
+    accelerators = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.default_generator.manual_seed(seed)
+        for device in accelerators:
+            stack.enter_context(torch.random.fork_rng([device.index or 0], device_type=device.type))
+            with device:
+                torch.get_device_module(device.type).manual_seed(seed)
+        yield
 
 
 def _call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, Tensor) and (x.ndim == 0 or len(x) == 0):
         raise ValueError(f"the batch is empty: its shape is {tuple(x.shape)}")
+    if isinstance(x, Arguments):
+        return model(*x.args, **x.kwargs)
     if isinstance(x, tuple):
         return model(*x)
     return model(**x) if isinstance(x, Mapping) else model(x)
 
 
-def _tensor_of(output: Any) -> Tensor:
+def tensor_of(output: Any) -> Tensor:
     """The tensor a likelihood speaks of: the output itself, its `.logits`, its "logits", or its first element."""
     if hasattr(output, "logits"):
         output = output.logits
     elif isinstance(output, Mapping):
-        output = output.get("logits")
+        if "logits" not in output:
+            raise TypeError(f'the model\'s output is a mapping without "logits"; it has {sorted(map(str, output))}')
+        output = output["logits"]
     elif isinstance(output, (tuple, list)) and output:
         output = output[0]
     if not isinstance(output, Tensor):

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.carry import Rules, carry_, rules_for
-from bprong.convert import refuse_wrapped, whitened_layers
+from bprong.carry import Rules, carry_, check_state, rules_for
+from bprong.checks import averaging, check_parameters, one_of, pair, period, refuse_distributed
+from bprong.convert import whitened_layers
 from bprong.coordinates import Change
 from bprong.layers import WhitenedLinear
 from bprong.likelihood import Likelihood, likelihood_of
-from bprong.moments import Moments
+from bprong.moments import Moments, wide
 from bprong.recording import Fisher, Measured, record
 from bprong.whitening import Damping, Factorisation, LinAlgError, Whitener, WhiteningError, whitener
 
-__all__ = ["Refresh", "Rewhitening", "WhiteningWarning"]
+__all__ = ["PATIENCE", "Refresh", "Rewhitening", "WhiteningWarning", "mixed"]
 
 Side = Literal["forward", "backward"]
 PATIENCE = 3  # consecutive failures of one side of one layer that are warned about before they are raised
@@ -53,11 +54,13 @@ class Rewhitening:
 
     model, optimizer   the whitened model and a torch optimizer of its parameters (SGD with or without momentum, Adam,
                        AdamW, NAdam, RAdam, RMSprop, Adagrad; for others see `carry`)
-    likelihood         "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`
+    likelihood         "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`; one target is one row of
+                       the output's last dimension
     fisher             targets behind D: "sampled" from the model, "exact" (no sampling, one backward pass for each
                        output of a target), or "empirical" (the data's; then `step(x, y)`)
     forward_every, forward_offset, backward_every, backward_offset
-                       the paper's τ₁, c₁, τ₂, c₂
+                       the paper's τ₁, c₁, τ₂, c₂; by default back-whitening falls half way between two of its own
+                       refreshes
     forward_damping, backward_damping
                        ε of Ž and of D, or a `bprong.Damping`
     factorisation      "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
@@ -79,7 +82,7 @@ class Rewhitening:
         forward_every: int = 100,
         forward_offset: int = 0,
         backward_every: int = 100,
-        backward_offset: int = 50,
+        backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1,
         backward_damping: float | Damping = 0.03,
         factorisation: Factorisation = "eigh",
@@ -89,26 +92,23 @@ class Rewhitening:
         carry: Rules | None = None,
         seed: int | None = None,
     ) -> None:
-        refuse_wrapped(model)
+        refuse_distributed(model)
         self.model, self.optimizer = model, optimizer
         self._layers = dict(whitened_layers(model))
-        _check_parameters(self._layers, optimizer)
+        check_parameters(self._layers, optimizer)
         self._likelihood = likelihood_of(likelihood)
-        self._fisher = _one_of("fisher", fisher, get_args(Fisher))
+        self._fisher = one_of("fisher", fisher, get_args(Fisher))
         self._schedule: dict[Side, tuple[int, int]] = {
-            "forward": _period("forward", forward_every, forward_offset),
-            "backward": _period("backward", backward_every, backward_offset),
+            "forward": period("forward", forward_every, forward_offset),
+            "backward": period("backward", backward_every, backward_offset),
         }
         self._damping: dict[Side, Damping] = {
             "forward": Damping.of(forward_damping),
             "backward": Damping.of(backward_damping),
         }
-        self._factorisation = _one_of("factorisation", factorisation, get_args(Factorisation))
-        self._samples = samples if samples is None or isinstance(samples, tuple) else (samples, None)
-        if not 0 <= average < 1:
-            raise ValueError(f"average must lie in 0 … 1 (1 not included), not {average}")
-        self._average = average
-        self._record_every = None if record_every is None else _period("record", record_every, 0)[0]
+        self._factorisation = one_of("factorisation", factorisation, get_args(Factorisation))
+        self._samples = pair(samples)
+        self._average, self._record_every = averaging(average, record_every)
         self._rules = rules_for(optimizer, carry)
         self._seed = torch.initial_seed() if seed is None else seed
         self._t = 0
@@ -124,7 +124,11 @@ class Rewhitening:
         due = [side for side in self._schedule if self._is_due(side)]
         refreshed: list[Refresh] = []
         if due or self._records():
-            measured = self._measure(x, y, errors=self._records() or "backward" in due)
+            check_state(self.optimizer, self._rules, self._layers)
+            wanted: dict[Side, bool] = {
+                side: self._has(side) and (side in due or self._records()) for side in self._schedule
+            }
+            measured = self._measure(x, y, wanted)
             for side in due:
                 for name in self._layers:
                     done = self._refresh(name, side, measured[name])
@@ -134,21 +138,24 @@ class Rewhitening:
 
     def _is_due(self, side: Side) -> bool:
         every, offset = self._schedule[side]
-        wanted = side == "forward" or any(layer.R is not None for layer in self._layers.values())
-        return wanted and self._t % every == offset
+        return self._has(side) and self._t % every == offset
+
+    def _has(self, side: Side) -> bool:
+        return side == "forward" or any(layer.R is not None for layer in self._layers.values())
 
     def _records(self) -> bool:
         return self._record_every is not None and self._t % self._record_every == 0
 
-    def _measure(self, x: Any, y: Tensor | None, errors: bool) -> dict[str, Measured]:
+    def _measure(self, x: Any, y: Tensor | None, wanted: dict[Side, bool]) -> dict[str, Measured]:
         if self._samples is not None:
             x, y = self._samples
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
         layers = {name: (layer, layer.centred) for name, layer in self._layers.items()}
         measured = record(
-            self.model, layers, x, y,
-            likelihood=self._likelihood, fisher=self._fisher, errors=errors, seed=_mixed(self._seed, self._t),
+            self.model, layers, x, y, fisher=self._fisher,
+            likelihood=self._likelihood if self._has("backward") else None,
+            inputs=wanted["forward"], errors=wanted["backward"], seed=mixed(self._seed, self._t),
         )  # fmt: skip
         if self._average:
             for name, m in measured.items():
@@ -170,9 +177,10 @@ class Rewhitening:
         moments = measured.z if side == "forward" else measured.delta
         if (side == "backward" and layer.R is None) or not _is_trained(layer):
             return None
+        if moments is None or measured.probe is None:
+            self._warn(name, side, "no statistics reached it; is it used, and not detached, when the model is called?")
+            return None
         try:
-            if moments is None or measured.probe is None:
-                raise WhiteningError("no statistics reached it; is the layer used when the model is called?")
             found = whitener(moments.second, self._damping[side], self._factorisation)
             change = _rewhiten_(layer, side, found, moments.mean, measured.probe)
         except WhiteningError as reason:
@@ -184,12 +192,15 @@ class Rewhitening:
 
     def _failed(self, name: str, side: Side, reason: WhiteningError) -> None:
         self._failures[name, side] += 1
-        message = f"layer {name!r} keeps its previous {side} whitener: {reason}"
         if self._failures[name, side] >= PATIENCE:
-            raise WhiteningError(f"{message} ({PATIENCE} times in a row)") from reason
+            raise WhiteningError(f"layer {name!r}, {side} whitening, {PATIENCE} times in a row: {reason}") from reason
+        self._warn(name, side, reason)
+
+    def _warn(self, name: str, side: Side, reason: object) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(message, WhiteningWarning, stacklevel=4)
+            message = f"layer {name!r} keeps its previous {side} whitener: {reason}"
+            warnings.warn(message, WhiteningWarning, stacklevel=5)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that shapes what comes next: tensors and plain values only."""
@@ -201,25 +212,37 @@ class Rewhitening:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken; the model and the optimizer are loaded by their own."""
+        if not {"t", "seed", "moments"} <= set(state):
+            raise ValueError(f"a state of Rewhitening has t, seed and moments; this one has {sorted(state)}")
         known = {f"{side}:{name}": (name, side) for name in self._layers for side in self._schedule}
         unknown = set(state["moments"]) - set(known)
         if unknown:
             raise ValueError(f"the state speaks of layers this model does not have: {sorted(unknown)}")
-        self._moments = {known[key]: Moments(**m) for key, m in state["moments"].items()}
+        self._moments = {known[key]: self._moments_like(known[key][0], m) for key, m in state["moments"].items()}
         self._t, self._seed = state["t"], state["seed"]
         self._failures.clear()
+
+    def _moments_like(self, name: str, saved: dict[str, Any]) -> Moments:
+        """Saved moments where the layer's own are: a checkpoint may have been read to another device."""
+        where = wide(self._layers[name].c).device
+        mean = saved["mean"]
+        return Moments(saved["weight"], None if mean is None else mean.to(where), saved["scatter"].to(where))
 
 
 def _rewhiten_(layer: WhitenedLinear, side: Side, found: Whitener, mean: Tensor | None, probe: Tensor) -> Change:
     """Changes the layer's coordinates, and changes them back if that moved its outputs on the probe."""
     with torch.no_grad(), _restored_on_error(layer):
         before = layer(probe)
+        if not torch.isfinite(before).all():
+            raise WhiteningError("its outputs on this batch are not finite")
         change: Change
         if side == "forward":
             change = layer.rewhiten_forward_(found.matrix, torch.zeros_like(layer.c) if mean is None else mean)
         else:
             change = layer.rewhiten_backward_(found.matrix)
-        moved = float((layer(probe) - before).norm() / before.norm().clamp(min=torch.finfo(before.dtype).tiny))
+        moved = float(
+            wide(layer(probe) - before).norm() / wide(before).norm().clamp(min=torch.finfo(before.dtype).tiny)
+        )
         allowed = torch.finfo(before.dtype).eps ** 0.5
         if not moved <= allowed:  # written so that NaN is not allowed
             raise WhiteningError(
@@ -248,34 +271,6 @@ def _is_trained(layer: WhitenedLinear) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
 
 
-def _check_parameters(layers: dict[str, WhitenedLinear], optimizer: Optimizer) -> None:
-    if not layers:
-        raise ValueError("the model has no whitened layer; call bprong.whiten_(model) first")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, layer in layers.items():
-        for parameter in layer.parameters():
-            if parameter.requires_grad and id(parameter) not in held:
-                raise ValueError(
-                    f"the optimizer does not hold the parameters of layer {name!r}: it was built before whiten_, which "
-                    f"gives layers new parameters, or without them. Build it after whiten_; to leave a layer "
-                    f"untrained, set requires_grad_(False) on it"
-                )
-
-
-def _period(kind: str, every: int, offset: int) -> tuple[int, int]:
-    if not (isinstance(every, int) and every >= 1):
-        raise ValueError(f"{kind}_every must be a whole number of at least 1, not {every!r}")
-    if not (isinstance(offset, int) and 0 <= offset < every):
-        raise ValueError(f"{kind}_offset must lie in 0 … {kind}_every − 1 = {every - 1}, not {offset!r}")
-    return every, offset
-
-
-def _one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{kind} must be one of {allowed}, not {value!r}")
-    return value
-
-
-def _mixed(seed: int, t: int) -> int:
+def mixed(seed: int, t: int) -> int:
     """A seed for iteration t that shares no stream with the user's own seed, whatever small numbers both are."""
-    return (seed * 0x9E3779B97F4A7C15 + t * 0xBF58476D1CE4E5B9 + 1) % 2**63
+    return (seed * 0x9E3779B97F4A7C15 + t * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63

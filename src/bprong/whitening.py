@@ -6,7 +6,8 @@ well, and under SGD follows the same path; the Cholesky factor is several times 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -14,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "whitener"]
+__all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "inverse", "whitener"]
 
 Factorisation = Literal["eigh", "cholesky", "symmetric"]
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs forget it
@@ -41,7 +42,7 @@ class Damping:
     relative_to: RelativeTo = "one"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.value < float("inf"):
+        if not (isinstance(self.value, (int, float)) and 0 <= self.value < float("inf")):
             raise ValueError(f"damping must be a finite number of at least 0, not {self.value}")
         if self.relative_to not in get_args(RelativeTo):
             raise ValueError(f"damping can be relative to {get_args(RelativeTo)}, not to {self.relative_to!r}")
@@ -49,7 +50,7 @@ class Damping:
     @classmethod
     def of(cls, value: float | Damping) -> Damping:
         """A plain number is the paper's ε."""
-        return value if isinstance(value, Damping) else cls(float(value))
+        return value if isinstance(value, Damping) else cls(value)
 
     def scale(self, second: Tensor) -> Tensor:
         """The unit of the damping for each coordinate, (d,)."""
@@ -68,19 +69,21 @@ class Whitener:
     inverse:  (d, d) its inverse
     damping:  (d,) what was added to the diagonal
     second:   (d, d) the moment that was whitened
+    scaled:   (d, d) the same in the units of the damping, which is what was factored
     """
 
     matrix: Tensor
     inverse: Tensor
     damping: Tensor
     second: Tensor = field(repr=False)
+    scaled: Tensor = field(repr=False)
     _spectrum: Tensor | None = field(default=None, repr=False)
 
     @cached_property
     def rank(self) -> int:
         """How many directions the statistics span, the damping apart, at float64's precision."""
         # The Cholesky factor does not know its eigenvalues: they are computed when somebody asks.
-        return _rank(torch.linalg.eigvalsh(self.second) if self._spectrum is None else self._spectrum)
+        return _rank(torch.linalg.eigvalsh(self.scaled) if self._spectrum is None else self._spectrum)
 
 
 def whitener(second: Tensor, damping: float | Damping = 0.0, factorisation: Factorisation = "eigh") -> Whitener:
@@ -96,19 +99,47 @@ def whitener(second: Tensor, damping: float | Damping = 0.0, factorisation: Fact
     """
     if factorisation not in _ROOTS:
         raise ValueError(f"factorisation must be one of {tuple(_ROOTS)}, not {factorisation!r}")
-    damping = Damping.of(damping)
-    second = _symmetrised(second)
-    scale = damping.scale(second)
+    second, damped = _symmetrised(second), Damping.of(damping)
+    scale = damped.scale(second)
     # In units where the damping is a multiple of I: for damping relative to variances this is the correlation matrix,
     # which stays well conditioned when features differ by many orders of magnitude.
     unit = scale.sqrt()
+    with _failures_named():
+        scaled = second / torch.outer(unit, unit)
+        matrix, inverse, spectrum = _ROOTS[factorisation](scaled, damped.value)
+    _check_finite(matrix, inverse)
+    return Whitener(matrix / unit, inverse * unit[:, None], damped.value * scale, second, scaled, spectrum)
+
+
+def inverse(second: Tensor, damping: float | Damping = 0.0) -> Tensor:
+    """(Ž + ε)⁻¹ = UᵀU, all that a step in ordinary coordinates needs: by Cholesky, without forming U.
+
+    >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
+    [0.25, 1.0]
+    """
+    second, damped = _symmetrised(second), Damping.of(damping)
+    unit = damped.scale(second).sqrt()
+    scaled = second / torch.outer(unit, unit)
+    L = _cholesky_factor(scaled, damped.value)
+    with _failures_named():
+        if L is None:
+            U = _eigh(scaled, damped.value)[0]
+        found = torch.cholesky_inverse(L) if L is not None else U.T @ U
+    _check_finite(found)
+    return found / torch.outer(unit, unit)
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
     try:
-        matrix, inverse, spectrum = _ROOTS[factorisation](second / torch.outer(unit, unit), damping.value)
+        yield
     except LinAlgError as reason:
         raise WhiteningError(f"the factorisation failed: {reason}") from reason
-    if not (torch.isfinite(matrix).all() and torch.isfinite(inverse).all()):
+
+
+def _check_finite(*found: Tensor) -> None:
+    if not all(torch.isfinite(matrix).all() for matrix in found):
         raise WhiteningError("the factorisation is not finite although the statistics are; try a larger damping")
-    return Whitener(matrix / unit, inverse * unit[:, None], damping.value * scale, second, spectrum)
 
 
 Root = tuple[Tensor, Tensor, Tensor | None]  # U, U⁻¹, and the eigenvalues where they are known
@@ -131,12 +162,19 @@ def _symmetric(second: Tensor, epsilon: float) -> Root:
 
 def _cholesky(second: Tensor, epsilon: float) -> Root:
     """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's where rounding has cost the matrix its definiteness."""
+    L = _cholesky_factor(second, epsilon)
+    if L is None:
+        return _eigh(second, epsilon)
+    identity = torch.eye(len(second), dtype=second.dtype, device=second.device)
+    return torch.linalg.solve_triangular(L, identity, upper=False), L, None
+
+
+def _cholesky_factor(second: Tensor, epsilon: float) -> Tensor | None:
+    """L with Ž+ε = LLᵀ, or None where there is none to float64's precision."""
     identity = torch.eye(len(second), dtype=second.dtype, device=second.device)
     L, failed = torch.linalg.cholesky_ex(second + epsilon * identity)
     # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is looked at.
-    if failed or L.diagonal().min() ** 2 <= _rounding(L.diagonal() ** 2):
-        return _eigh(second, epsilon)
-    return torch.linalg.solve_triangular(L, identity, upper=False), L, None
+    return None if failed or L.diagonal().min() ** 2 <= _rounding(L.diagonal() ** 2) else L
 
 
 _ROOTS: dict[str, Callable[[Tensor, float], Root]] = {"eigh": _eigh, "cholesky": _cholesky, "symmetric": _symmetric}

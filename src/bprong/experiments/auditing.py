@@ -78,7 +78,7 @@ def _small() -> tuple[nn.Module, Tensor]:
     """64-12-12-10 on the bundled digits, a few epochs into its training: 1,066 parameters."""
     data = load("digits")
     plain = perceptron([data.features, 12, 12, data.classes], "tanh", seed=0)
-    trainee = METHODS["sgd"].prepare(Problem(plain, 0.1, data.x_train, 0, METHODS["sgd"].whitening))
+    trainee = METHODS["sgd"].prepare(Problem(plain, 0.1, data.x_train, data.y_train, 0, METHODS["sgd"].whitening))
     for epoch in range(5):
         order = torch.randperm(len(data.x_train), generator=torch.Generator().manual_seed(epoch))
         train_epoch(trainee, data.x_train, data.y_train, order, batch=20)

@@ -63,11 +63,12 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method is given: the plain network, the rate, the training inputs, a seed, and how to whiten."""
+    """What a method is given: the plain network, the rate, the training data, a seed, and how to whiten."""
 
     plain: nn.Sequential
     lr: float
     x_train: Tensor
+    y_train: Tensor
     seed: int
     whitening: Whitening
 
@@ -106,11 +107,12 @@ def _whitened(problem: Problem, backward: bool) -> Trainee:
     return Trainee(model, optimizer, rewhitening)
 
 
-def _samples(problem: Problem) -> Tensor | None:
+def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
     if not problem.whitening.statistics:
         return None
     generator = torch.Generator().manual_seed(problem.seed)
-    return problem.x_train[torch.randperm(len(problem.x_train), generator=generator)[: problem.whitening.statistics]]
+    chosen = torch.randperm(len(problem.x_train), generator=generator)[: problem.whitening.statistics]
+    return problem.x_train[chosen], problem.y_train[chosen]
 
 
 METHODS: dict[str, Method] = {

@@ -102,7 +102,7 @@ def _turns(trials: Sequence[Trial], epochs: int) -> Iterator[Trial]:
 def _start(config: Config, data: Dataset, method: str, seed: int) -> Trial:
     plain = perceptron([data.features, *config.hidden, data.classes], config.activation, seed)
     whitening = replace(METHODS[method].whitening, **config.whitening)
-    problem = Problem(plain, config.lr, data.x_train, seed, whitening)
+    problem = Problem(plain, config.lr, data.x_train, data.y_train, seed, whitening)
     return Trial(method, seed, METHODS[method].prepare(problem), [])
 
 

@@ -1,0 +1,80 @@
+"""What a user typed, checked: each error says what was given, what is required and what to do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from bprong.convert import is_wrapper
+from bprong.layers import WhitenedLinear
+
+__all__ = ["averaging", "check_parameters", "one_of", "pair", "period", "refuse_distributed"]
+
+
+def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
+    """(τ, c), checked; without an offset, half of the period."""
+    try:
+        every, offset = operator.index(every), None if offset is None else operator.index(offset)
+    except TypeError:
+        raise ValueError(f"{kind}_every and {kind}_offset must be whole numbers, not {every!r}, {offset!r}") from None
+    if every < 1:
+        raise ValueError(f"{kind}_every must be a whole number of at least 1, not {every!r}")
+    offset = every // 2 if offset is None else offset
+    if not 0 <= offset < every:
+        raise ValueError(f"{kind}_offset must lie in 0 … {kind}_every − 1 = {every - 1}, not {offset!r}")
+    return every, offset
+
+
+def averaging(average: float, record_every: int | None) -> tuple[float, int | None]:
+    if not 0 <= average < 1:
+        raise ValueError(f"average must lie in 0 … 1 (1 not included), not {average}")
+    if record_every is None:
+        return average, None
+    if average == 0:
+        raise ValueError("record_every measures for a running average: give average too, e.g. average=0.9")
+    return average, period("record", record_every, 0)[0]
+
+
+def pair(samples: Any) -> Any:
+    """(x, y) from x, or from (x, y)."""
+    if samples is None or (isinstance(samples, tuple) and len(samples) == 2):
+        return samples
+    if isinstance(samples, tuple):
+        raise ValueError(
+            f"samples must be x or (x, y), not a tuple of {len(samples)}; several inputs go in ((x1, x2), y)"
+        )
+    return samples, None
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Every process would measure its own batches and choose coordinates of its own."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several or any(is_wrapper(module) for module in model.modules()):
+        raise ValueError(
+            "Rewhitening works in one process on an unwrapped model: in several, each would choose its own U, c and R"
+        )
+
+
+def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{kind} must be one of {allowed}, not {value!r}")
+    return value
+
+
+def check_parameters(layers: Mapping[str, WhitenedLinear], optimizer: Optimizer) -> None:
+    if not layers:
+        raise ValueError("the model has no whitened layer; call bprong.whiten_(model) first")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ValueError(
+                    f"the optimizer does not hold the parameters of layer {name!r}: it was built before whiten_, which "
+                    f"gives layers new parameters, or without them. Build it after whiten_; to leave a layer "
+                    f"untrained, set requires_grad_(False) on it"
+                )

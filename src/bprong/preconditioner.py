@@ -1,0 +1,77 @@
+"""Whitener → step, for a layer of the user's own: what SGD in whitened coordinates does to W and b.
+
+    ΔW = −η (RᵀR) (g_W − g_b cᵀ) (UᵀU),   Δb = −η (RᵀR) g_b − ΔW c      with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
+
+Only the inverses matter, so none of their roots is formed and no layer is added.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bprong.moments import Moments, wide
+from bprong.whitening import Damping, inverse
+
+__all__ = ["SIDES", "Preconditioner", "Side"]
+
+Side = Literal["forward", "backward"]
+SIDES: tuple[Side, ...] = ("forward", "backward")
+
+
+@dataclass
+class Preconditioner:
+    """The inverses of one layer, in its weight's dtype and on its device; None stands for the identity.
+
+    UU:       (in, in) (Ž+ε₁)⁻¹
+    c:        (in,) E[z]; None where nothing is centred
+    RR:       (out, out) (D+ε₂)⁻¹
+    moments:  what they were made from, by side
+    age:      steps since each side was refreshed
+    white:    how far from white the statistics of the last refresh were in the coordinates then in force, by side
+    """
+
+    UU: Tensor | None = None
+    c: Tensor | None = None
+    RR: Tensor | None = None
+    moments: dict[Side, Moments] = field(default_factory=dict)
+    refreshed_at: dict[Side, int] = field(default_factory=dict)
+    white: dict[Side, float] = field(default_factory=dict)
+
+    def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
+
+        The bias itself then moves by the second minus the first times c; they are kept apart because weight and bias
+        may have learning rates of their own.
+        """
+        if g_W is not None:
+            if g_b is not None and self.c is not None:
+                g_W = torch.addr(g_W, g_b, self.c, alpha=-1)
+            g_W = g_W if self.UU is None else g_W @ self.UU
+            g_W = g_W if self.RR is None else self.RR @ g_W
+        if g_b is not None and self.RR is not None:
+            g_b = self.RR @ g_b
+        return g_W, g_b
+
+    def refresh(self, side: Side, moments: Moments, damping: Damping, like: Tensor) -> None:
+        """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
+        found = inverse(moments.second, damping).to(like)
+        old = self.UU if side == "forward" else self.RR
+        self.white[side] = distance_from_white(old, moments.second)
+        self.moments[side] = moments
+        if side == "backward":
+            self.RR = found
+        else:
+            self.UU, self.c = found, None if moments.mean is None else moments.mean.to(like)
+
+
+def distance_from_white(inverse: Tensor | None, second: Tensor) -> float:
+    """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the inverse: the eigenvalues of UŽUᵀ are those of (UᵀU) Ž."""
+    product = second if inverse is None else wide(inverse) @ second
+    d = len(second)
+    squared: float = float((product * product.T).sum()) - 2 * float(product.trace()) + d
+    return math.sqrt(max(squared, 0.0) / d)
