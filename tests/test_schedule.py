@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-import bprong.schedule
+import bprong.rewhitening
 from bprong.schedule import PATIENCE, WhiteningWarning, mixed
 from bprong.whitening import Whitener, WhiteningError
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
@@ -219,7 +219,7 @@ def test_a_rewhitening_that_would_change_the_outputs_is_rolled_back(matrix, mess
     def unfit(second, *_):
         return Whitener(matrix(len(second)), second, second.diagonal(), second, second)
 
-    monkeypatch.setattr(bprong.schedule, "whitener", unfit)
+    monkeypatch.setattr(bprong.rewhitening, "whitener", unfit)
     with pytest.warns(WhiteningWarning) as caught:
         assert rewhitening.step(x) == []
     assert [str(w.message)[:9] for w in caught] == ["layer '0'", "layer '2'"]

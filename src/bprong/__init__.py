@@ -4,8 +4,9 @@ from bprong.convert import fold, whiten_
 from bprong.fisher import audit
 from bprong.layers import WhitenedLinear
 from bprong.likelihood import Likelihood
-from bprong.schedule import Rewhitening
+from bprong.optimizer import BPRONG, PRONG
+from bprong.rewhitening import Rewhitening
 from bprong.whitening import Damping
 
-__all__ = ["Damping", "Likelihood", "Rewhitening", "WhitenedLinear", "audit", "fold", "whiten_"]
+__all__ = ["BPRONG", "PRONG", "Damping", "Likelihood", "Rewhitening", "WhitenedLinear", "audit", "fold", "whiten_"]
 __version__ = "0.1.0"

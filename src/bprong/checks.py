@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from bprong.convert import is_wrapper
 from bprong.layers import WhitenedLinear
 
-__all__ = ["averaging", "check_parameters", "one_of", "pair", "period", "refuse_distributed"]
+__all__ = ["averaging", "check_parameters", "number", "one_of", "pair", "period", "refuse_distributed"]
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
@@ -58,6 +59,14 @@ def refuse_distributed(model: nn.Module) -> None:
         raise ValueError(
             "Rewhitening works in one process on an unwrapped model: in several, each would choose its own U, c and R"
         )
+
+
+def number(kind: str, value: float, least: float, below: float = math.inf) -> float:
+    """A finite number of at least `least` and less than `below`."""
+    if not (isinstance(value, (int, float)) and least <= value < below):
+        limit = "" if below == math.inf else f" and less than {below:g}"
+        raise ValueError(f"{kind} must be a finite number of at least {least:g}{limit}, not {value!r}")
+    return value
 
 
 def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:

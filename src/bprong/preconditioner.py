@@ -8,22 +8,21 @@ Only the inverses matter, so none of their roots is formed and no layer is added
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bprong.moments import Moments, wide
+from bprong.moments import Moments
+from bprong.schedule import Side
 from bprong.whitening import Damping, inverse
 
-__all__ = ["SIDES", "Preconditioner", "Side"]
-
-Side = Literal["forward", "backward"]
-SIDES: tuple[Side, ...] = ("forward", "backward")
+__all__ = ["Preconditioner", "distance_from_white"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Preconditioner:
     """The inverses of one layer, in its weight's dtype and on its device; None stands for the identity.
 
@@ -31,7 +30,7 @@ class Preconditioner:
     c:        (in,) E[z]; None where nothing is centred
     RR:       (out, out) (D+ε₂)⁻¹
     moments:  what they were made from, by side
-    age:      steps since each side was refreshed
+    refreshed_at: the step at which each side was refreshed
     white:    how far from white the statistics of the last refresh were in the coordinates then in force, by side
     """
 
@@ -42,6 +41,13 @@ class Preconditioner:
     refreshed_at: dict[Side, int] = field(default_factory=dict)
     white: dict[Side, float] = field(default_factory=dict)
 
+    step_norm: float | None = None
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """What `UU`, `c`, `RR` and `refreshed_at` were when they were saved."""
+        self.UU, self.c, self.RR = saved["UU"], saved["c"], saved["RR"]
+        self.refreshed_at = dict(saved["refreshed_at"])
+
     def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
 
@@ -51,8 +57,8 @@ class Preconditioner:
         if g_W is not None:
             if g_b is not None and self.c is not None:
                 g_W = torch.addr(g_W, g_b, self.c, alpha=-1)
-            g_W = g_W if self.UU is None else g_W @ self.UU
             g_W = g_W if self.RR is None else self.RR @ g_W
+            g_W = g_W if self.UU is None else g_W @ self.UU
         if g_b is not None and self.RR is not None:
             g_b = self.RR @ g_b
         return g_W, g_b
@@ -71,7 +77,8 @@ class Preconditioner:
 
 def distance_from_white(inverse: Tensor | None, second: Tensor) -> float:
     """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the inverse: the eigenvalues of UŽUᵀ are those of (UᵀU) Ž."""
-    product = second if inverse is None else wide(inverse) @ second
+    # For people to read: the layer's own precision is enough.
+    product = second if inverse is None else inverse @ second.to(inverse)
     d = len(second)
     squared: float = float((product * product.T).sum()) - 2 * float(product.trace()) + d
     return math.sqrt(max(squared, 0.0) / d)

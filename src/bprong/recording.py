@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bprong.likelihood import Likelihood
 from bprong.moments import Moments, error_moments, input_moments
@@ -26,6 +27,7 @@ __all__ = [
     "Fisher",
     "Measured",
     "errors_of",
+    "first_rows",
     "measure",
     "observed",
     "record",
@@ -266,6 +268,19 @@ def _call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, tuple):
         return model(*x)
     return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+def first_rows(batch: Any, count: int | None) -> Any:
+    """The first `count` examples of whatever tensors a batch holds; tensors of another length are no examples."""
+    leaves, structure = tree_flatten(batch)
+    lengths = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    if count is None or not lengths:
+        return batch
+    whole = lengths[0]
+    cut = [
+        leaf[:count] if isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == whole else leaf for leaf in leaves
+    ]
+    return tree_unflatten(cut, structure)
 
 
 def tensor_of(output: Any) -> Tensor:

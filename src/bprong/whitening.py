@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "inverse", "whitener"]
+__all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "inverse", "rank", "whitener"]
 
 Factorisation = Literal["eigh", "cholesky", "symmetric"]
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs forget it
@@ -199,6 +199,11 @@ def _damped(eigenvalues: Tensor, epsilon: float) -> Tensor:
             f"({epsilon:g}) is too small to fill the others; give a larger damping"
         )
     return damped
+
+
+def rank(second: Tensor) -> int:
+    """How many directions a second moment spans, at float64's precision."""
+    return _rank(torch.linalg.eigvalsh(_symmetrised(second)))
 
 
 def _rank(eigenvalues: Tensor) -> int:

@@ -88,5 +88,5 @@ def _bytes(figure: Figure, suffix: str) -> bytes:
     FigureCanvasAgg(figure)
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "bprong"}):
-        figure.savefig(file, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+        figure.savefig(file, format=suffix, dpi=100, metadata={"Date": None} if suffix == "svg" else None)
     return file.getvalue()

@@ -23,6 +23,7 @@ class Whitening:
     """Hyperparameters of PRONG and BPRONG; defaults from the sweep in docs/sweep.md.
 
     statistics: how many training examples, drawn once, the moments are measured on; 0 measures each refresh's own batch
+    average:    what a running average over refreshes keeps of the earlier ones at each new one; 0: no average
     """
 
     forward_every: int = 100
@@ -80,7 +81,7 @@ class Method:
     summary: str
     prepare: Callable[[Problem], Trainee]
     whitening: Whitening = Whitening()
-    whitened: bool = False  # whether `whitening` means anything to it
+    sides: tuple[str, ...] = ()  # which of its settings mean anything to this method
 
 
 def _sgd(problem: Problem) -> Trainee:
@@ -118,8 +119,16 @@ def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
 METHODS: dict[str, Method] = {
     "sgd": Method("stochastic gradient descent", _sgd),
     "bn": Method("the same with Batch Normalisation", _batch_norm),
-    "prong": Method("whitened network, Algorithm 1", lambda problem: _whitened(problem, backward=False), whitened=True),
+    "prong": Method(
+        "whitened network, Algorithm 1",
+        lambda problem: _whitened(problem, backward=False),
+        Whitening(forward_damping=0.01),
+        sides=("forward",),
+    ),
     "bprong": Method(
-        "whitened in both directions, Algorithm 2", lambda problem: _whitened(problem, backward=True), whitened=True
+        "whitened in both directions, Algorithm 2",
+        lambda problem: _whitened(problem, backward=True),
+        Whitening(forward_damping=0.2, backward_damping=0.015, average=0.9),
+        sides=("forward", "backward"),
     ),
 }

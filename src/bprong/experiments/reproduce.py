@@ -16,12 +16,18 @@ from bprong.experiments.data import Dataset, load
 from bprong.experiments.figures import draw
 from bprong.experiments.methods import METHODS
 from bprong.experiments.progress import progress_for
-from bprong.experiments.records import Row, diverged, remove_leftovers, write_json
+from bprong.experiments.records import Row, diverged, label, remove_leftovers, write_json
 from bprong.experiments.report import terminal_verdict, write_report
 from bprong.experiments.runner import CHECKPOINTS, Config, run
 from bprong.experiments.verdict import verdict
 
 __all__ = ["OutError", "reproduce"]
+
+
+SETTINGS = {
+    "forward": ("forward_damping", "forward_every", "forward_offset", "statistics"),
+    "backward": ("backward_damping", "backward_every", "backward_offset", "fisher"),
+}
 
 
 class OutError(ValueError):
@@ -51,7 +57,7 @@ def reproduce(config: Config, source: str, out: Path, resume: bool, threads: int
 def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> dict[str, Any]:
     """What run.json holds."""
     settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
-    settings["whitening"] = {name: asdict(_whitening(config, name)) for name in config.methods if _is_whitened(name)}
+    settings["whitening"] = {name: _whitening(config, name) for name in config.methods if METHODS[name].sides}
     return {
         "config": settings | _choices(config),
         "versions": {
@@ -72,35 +78,33 @@ def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> di
     }
 
 
-def _whitening(config: Config, name: str) -> Any:
-    return replace(METHODS[name].whitening, **config.whitening)
-
-
-def _is_whitened(name: str) -> bool:
-    return METHODS[name].whitened
+def _whitening(config: Config, name: str) -> dict[str, Any]:
+    return asdict(replace(METHODS[name].whitening, **config.whitening))
 
 
 def _choices(config: Config) -> dict[str, Any]:
     """What the paper leaves open, in words; where PRONG and BPRONG differ, both are said."""
-    names = [name for name in config.methods if _is_whitened(name)]
-    own = {name: asdict(_whitening(config, name)) for name in names}
     choices: dict[str, Any] = {
         "initialisation": "torch's default: uniform in ±1/√inputs, weights and biases",
         "input_scaling": "pixels divided by 255, not centred",
         "batch_normalisation": "between layer and activation; γ = 1, β = 0 at the start; running averages keep 0.9",
     }
-    for key in ("forward_damping", "backward_damping", "forward_every", "forward_offset", "backward_every",
-                "backward_offset", "statistics", "fisher"):  # fmt: skip
-        said = {name: _said(key, values[key]) for name, values in own.items()}
-        if said:
+    for side, keys in SETTINGS.items():
+        names = [name for name in config.methods if side in METHODS[name].sides]
+        for key in keys:
+            said = {name: _said(key, _whitening(config, name)) for name in names}
             same = len(set(said.values())) == 1
-            choices[key] = next(iter(said.values())) if same else said
+            choices |= (
+                {key: next(iter(said.values())) if same else {label(n): v for n, v in said.items()}} if said else {}
+            )
     return choices
 
 
-def _said(key: str, value: Any) -> Any:
+def _said(key: str, values: dict[str, Any]) -> Any:
+    value = values[key]
     if key == "statistics":
-        return f"{value} training images, drawn once" if value else "the batch at hand, 100 images"
+        sample = f"{value} training images, drawn once" if value else "the batch at hand"
+        return f"{sample}; running average, keeping {values['average']:g}" if values["average"] else sample
     if key == "fisher":
         return {"sampled": "drawn from the model's own p(y|x)", "exact": "all classes, weighted by p(y|x)"}.get(
             value, "the data's"

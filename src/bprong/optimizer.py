@@ -1,0 +1,256 @@
+"""BPRONG and PRONG for unmodified models: the paper's trajectory as an ordinary torch optimizer.
+
+What SGD does in whitened coordinates is, in ordinary ones, a preconditioned step (`preconditioner.py`), so the user's
+model, loop and checkpoints stay as they are. Statistics come from a pass of their own when a refresh is due
+(`statistics.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bprong.checks import number, refuse_distributed
+from bprong.fallback import adam_step_
+from bprong.likelihood import Likelihood
+from bprong.reporting import Report
+from bprong.schedule import PATIENCE, WhiteningWarning
+from bprong.statistics import Expert, Layer, Recorder, Statistics
+from bprong.whitening import Damping
+
+__all__ = ["BPRONG", "PRONG"]
+
+Group = dict[str, Any]
+
+
+class BPRONG(Optimizer):
+    """Natural-gradient descent by bidirectional whitening, for any model and an unchanged training loop.
+
+        ΔW = −η (D+ε₂)⁻¹ (g_W − g_b cᵀ) (Ž+ε₁)⁻¹,   Δb = −η (D+ε₂)⁻¹ g_b − ΔW c          for every `nn.Linear`
+
+    which is SGD in the coordinates of Fujimoto & Ohira's Algorithm 2. Parameters outside `nn.Linear`, and tied ones,
+    follow Adam's rule at a tenth of lr; `report()` lists them.
+
+    model             the module that is called in training; what it is called with is remembered until the step
+    lr, momentum, nesterov
+                      as for SGD; momentum is a velocity in ordinary coordinates
+    likelihood        "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`
+    params            parameters or parameter groups; by default all trainable parameters of the model
+    weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p
+    forward_damping, backward_damping
+                      ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`
+    every             steps between refreshes of the statistics
+    max_step          a bound on the length of each step in the Fisher metric, momentum apart; None: no bound
+    options           expert settings: see `bprong.statistics.Expert`
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> optimizer = BPRONG(model, lr=0.1)
+    >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    """
+
+    _backward = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        likelihood: str | Likelihood = "categorical",
+        *,
+        params: Iterable[Tensor] | Iterable[Group] | None = None,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        forward_damping: float | Damping = 0.1,
+        backward_damping: float | Damping = 0.03,
+        every: int = 100,
+        max_step: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        refuse_distributed(model)
+        if nesterov and not momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        defaults = {
+            "lr": number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1), "nesterov": nesterov,
+            "weight_decay": number("weight_decay", weight_decay, 0),
+        }  # fmt: skip
+        self._max_step = None if max_step is None else number("max_step", max_step, 0)
+        settings = Expert.of(options).settings(every, forward_damping, backward_damping)
+        self.statistics = Statistics(model, likelihood, settings, Expert.of(options).examples, self._backward)
+        self._refused = 0
+        super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step down the gradients in `.grad`; returns the closure's loss, if there is a closure.
+
+        Gradients that are all zero do nothing and do not count. Gradients that are not finite are refused with a
+        warning, nothing changed, and raise after several in a row.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        if self._acceptable(groups):
+            self.statistics.refresh_if_due(self._centred, self._carry)
+            with self.statistics.watch.on("step"):
+                self._apply(groups)
+            self.statistics.advance()
+        return loss
+
+    def _acceptable(self, groups: Mapping[Tensor, Group]) -> bool:
+        gradients = {p: p.grad for p in groups if p.grad is not None}
+        if any(g.is_sparse for g in gradients.values()):
+            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+        if not gradients:
+            return False
+        norms = [float(norm) for norm in torch._foreach_norm(list(gradients.values()))]
+        if math.isfinite(sum(norms)):
+            self._refused = 0
+            return any(norms)
+        bad = [self.statistics.name_of(p) for p, norm in zip(gradients, norms, strict=True) if not math.isfinite(norm)]
+        self._refused += 1
+        message = f"step {self.statistics.schedule.t} refused: the gradient of {', '.join(bad)} is not finite"
+        if self._refused >= PATIENCE:
+            raise FloatingPointError(f"{message} ({PATIENCE} times in a row)")
+        warnings.warn(f"{message}; nothing was changed", WhiteningWarning, stacklevel=4)
+        return False
+
+    def _apply(self, groups: Mapping[Tensor, Group]) -> None:
+        directions = {layer: layer.direction(*layer.gradients(groups)) for layer in self.statistics.layers.values()}
+        scale = self._scale(directions, groups)
+        for layer, (d_W, d_b) in directions.items():
+            self._move(layer, _times(scale, d_W), _times(scale, d_b), groups)
+        for parameter in groups.keys() - self.statistics.covered:
+            group, gradient = groups[parameter], parameter.grad
+            assert gradient is not None
+            _decay_(parameter, group)
+            adam_step_(parameter, gradient, self.state[parameter], group["lr"])
+
+    def _scale(self, directions: Mapping[Layer, Any], groups: Mapping[Tensor, Group]) -> float:
+        """What brings η² gᵀ F⁻¹ g, the squared length of the step in the Fisher metric, down to the bound."""
+        if self._max_step is None:
+            return 1.0
+        squared = 0.0
+        for layer, (d_W, d_b) in directions.items():
+            g_W, g_b = layer.gradients(groups)
+            if g_W is not None and d_W is not None:
+                centred = g_W if g_b is None or layer.c is None else g_W - torch.outer(g_b, layer.c)
+                squared += groups[layer.weight]["lr"] ** 2 * float((centred * d_W).sum())
+            if g_b is not None and d_b is not None and layer.bias is not None:
+                squared += groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
+        return min(1.0, self._max_step / math.sqrt(max(squared, 1e-300)))
+
+    def _move(self, layer: Layer, d_W: Tensor | None, d_b: Tensor | None, groups: Mapping[Tensor, Group]) -> None:
+        """W and b by the directions given, d_b as seen from the centre c: Δb = −η_b d_b − ΔW c."""
+        v_W = None
+        if d_W is not None:
+            group = groups[layer.weight]
+            v_W = self._velocity(layer.weight, d_W, group)
+            _decay_(layer.weight, group)
+            layer.weight.sub_(v_W, alpha=group["lr"])
+            if self.statistics.schedule.wanted:  # for the report; not worth its price at every step
+                layer.step_norm = group["lr"] * float(v_W.norm())
+        if d_b is not None and layer.bias is not None:
+            v_b = self._velocity(layer.bias, d_b, groups[layer.bias])
+            _decay_(layer.bias, groups[layer.bias])
+            layer.bias.sub_(v_b, alpha=groups[layer.bias]["lr"])
+            if v_W is not None and layer.c is not None:
+                layer.bias.addmv_(v_W, layer.c, alpha=groups[layer.weight]["lr"])
+
+    def _velocity(self, parameter: Tensor, direction: Tensor, group: Group) -> Tensor:
+        beta = group["momentum"]
+        if not beta:
+            return direction
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        velocity: Tensor = state["momentum_buffer"].mul_(beta).add_(direction)
+        return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
+
+    def _carry(self, layer: Layer, c_before: Tensor | None) -> None:
+        """A new centre c: the bias's velocity as seen from it, so that its velocity as such stays what it is."""
+        W, b = layer.weight, layer.bias
+        if b is None or "momentum_buffer" not in self.state[W] or "momentum_buffer" not in self.state[b]:
+            return
+        moved = (0 if layer.c is None else layer.c) - (0 if c_before is None else c_before)
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        if isinstance(moved, Tensor) and rates[b]:
+            self.state[b]["momentum_buffer"].addmv_(self.state[W]["momentum_buffer"], moved, alpha=rates[W] / rates[b])
+
+    def _centred(self, layer: Layer) -> bool:
+        """Without a bias that this optimizer trains, nothing is centred: training W would grow one."""
+        bias = layer.bias
+        trained = {p for group in self.param_groups for p in group["params"]}
+        return bias is not None and bias.requires_grad and bias in trained
+
+    # Statistics -------------------------------------------------------------------------------------------------------
+
+    def observe(self, x: Any, y: Tensor | None = None) -> None:
+        """The batch to measure at the next step, instead of what the model was called with.
+
+        For training in eval mode, for models wrapped beyond recognition, and for fisher="empirical", which needs y.
+        """
+        self.statistics.observe(x, y)
+
+    def recording(self) -> AbstractContextManager[Recorder]:
+        """For models that are not called as model(x): measures a forward pass of your own.
+
+        with optimizer.recording() as record:
+            output = model.head(model.body(x))
+            record(output)
+        """
+        return self.statistics.recording(self._centred)
+
+    def report(self) -> Report:
+        """Per layer: ranks, damping, age, distance from white, length of the last step; fallbacks; shares of time."""
+        return self.statistics.report([p for group in self.param_groups for p in group["params"]])
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own with the key "whitening": everything that shapes the path, tensors and plain values only."""
+        return super().state_dict() | {"whitening": self.statistics.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues bit for bit where `state_dict` was taken; a state of another model is refused."""
+        state = dict(state_dict)
+        whitening = state.pop("whitening", None)
+        if whitening is None:
+            warnings.warn("this state has no whitening: its statistics begin anew", WhiteningWarning, stacklevel=2)
+        else:
+            self.statistics.load_state_dict(whitening)
+        super().load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For deepcopy and pickle: all but hooks, which belong to this very object."""
+        kept = super().__getstate__()
+        return kept | {"statistics": self.statistics, "_max_step": self._max_step, "_refused": self._refused}
+
+
+class PRONG(BPRONG):
+    """The same with forward whitening alone (Desjardins et al., 2015; Algorithm 1 of Fujimoto & Ohira)."""
+
+    _backward = False
+
+
+def _times(scale: float, direction: Tensor | None) -> Tensor | None:
+    return direction if direction is None or scale == 1 else direction * scale
+
+
+def _decay_(parameter: Tensor, group: Group) -> None:
+    if group["weight_decay"]:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -1,0 +1,74 @@
+"""What an optimizer tells about itself: per layer and in time. Plain data underneath, a table when printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Report", "Stopwatch"]
+
+COLUMNS = {
+    "layer": "layer",
+    "forward_rank": "rank z",
+    "backward_rank": "rank δ",
+    "forward_damping": "ε z",
+    "backward_damping": "ε δ",
+    "forward_age": "age z",
+    "backward_age": "age δ",
+    "forward_from_white": "z off white",
+    "backward_from_white": "δ off white",
+    "step_norm": "step",
+}
+
+
+class Stopwatch:
+    """Seconds by what they were spent on, and since the first of them."""
+
+    def __init__(self) -> None:
+        self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
+        self._start: float | None = None
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._start = start if self._start is None else self._start
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start
+
+    def shares(self) -> dict[str, float]:
+        """Of all time since the first step, the user's own part of it included."""
+        if self._start is None:
+            return dict.fromkeys(self.seconds, 0.0)
+        total = time.perf_counter() - self._start
+        return {what: seconds / total for what, seconds in self.seconds.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """steps: taken so far; layers: a row per covered layer; fallback: parameters that follow Adam's rule instead, with
+    the reason; time: the shares of all time that statistics, factorisation and steps took."""
+
+    steps: int
+    layers: list[dict[str, Any]]
+    fallback: dict[str, str]
+    time: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [list(COLUMNS.values())] + [[_cell(row.get(key)) for key in COLUMNS] for row in self.layers]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [f"{self.steps} steps", *table]
+        lines += [f"by Adam's rule: {name} ({reason})" for name, reason in self.fallback.items()]
+        shares = ", ".join(f"{what} {share:.1%}" for what, share in self.time.items())
+        return "\n".join([*lines, f"share of time: {shares}"])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
