@@ -20,11 +20,8 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 def adam_step_(parameter: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
     """One step of Adam (Kingma & Ba, Algorithm 1) in place; the state is begun at the first."""
     if "exp_avg" not in state:
-        state |= {
-            "step": torch.zeros(()),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        count = torch.zeros((), device="cpu")  # where torch's optimizers keep theirs: it is read at every step
+        state |= {"step": count, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
     state["step"] += 1
     m, v, t = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
     m.lerp_(gradient, 1 - BETAS[0])

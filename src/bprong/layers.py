@@ -69,10 +69,9 @@ class WhitenedLinear(nn.Module):
             self.register_parameter("bias_dagger", None)
         else:
             self.bias_dagger = nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        self.register_buffer("U", torch.eye(self.in_features, dtype=weight.dtype, device=weight.device))
-        self.register_buffer("c", torch.zeros(self.in_features, dtype=weight.dtype, device=weight.device))
-        R = torch.eye(self.out_features, dtype=weight.dtype, device=weight.device) if backward else None
-        self.register_buffer("R", R)
+        self.register_buffer("U", _eye(weight, 1))
+        self.register_buffer("c", weight.new_zeros(self.in_features))
+        self.register_buffer("R", _eye(weight, 0) if backward else None)
 
     def to_linear(self) -> nn.Linear:
         """The stock layer that computes the same function."""
@@ -173,7 +172,7 @@ class WhitenedLinear(nn.Module):
             R_T = own.pop("R").T  # a layer of both directions into a forward-only one
             own |= {k: R_T @ own[k] for k in ("weight_dagger", "bias_dagger") if own.get(k) is not None}
         elif "weight_dagger" in own and "R" not in own and self.R is not None:
-            own["R"] = torch.eye(self.out_features).to(own["weight_dagger"])  # and the other way round
+            own["R"] = _eye(own["weight_dagger"], 0)  # and the other way round
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
         state_dict.update({prefix + key: value for key, value in own.items()})
@@ -183,4 +182,9 @@ class WhitenedLinear(nn.Module):
         """W and b as W† and b† in the coordinates of Algorithm 2's first line."""
         renamed = {f"{key}_dagger" if key in ("weight", "bias") else key: value for key, value in own.items()}
         W = renamed["weight_dagger"]
-        return renamed | {"U": torch.eye(self.in_features).to(W), "c": torch.zeros(self.in_features).to(W)}
+        return renamed | {"U": _eye(W, 1), "c": W.new_zeros(self.in_features)}
+
+
+def _eye(like: Tensor, side: int) -> Tensor:
+    """The identity on one side of a weight."""
+    return torch.eye(like.shape[side], dtype=like.dtype, device=like.device)

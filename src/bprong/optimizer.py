@@ -45,7 +45,7 @@ class BPRONG(Optimizer):
     params            parameters or parameter groups; by default all trainable parameters of the model
     weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p
     forward_damping, backward_damping
-                      ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`
+                      ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; the defaults are docs/sweep.md's
     every             steps between refreshes of the statistics
     max_step          a bound on the length of each step in the Fisher metric, momentum apart; None: no bound
     options           expert settings: see `bprong.statistics.Expert`
@@ -71,8 +71,8 @@ class BPRONG(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
-        forward_damping: float | Damping = 0.1,
-        backward_damping: float | Damping = 0.03,
+        forward_damping: float | Damping = 0.2,
+        backward_damping: float | Damping = 0.015,
         every: int = 100,
         max_step: float | None = None,
         options: Mapping[str, Any] | None = None,
@@ -242,9 +242,17 @@ class BPRONG(Optimizer):
 
 
 class PRONG(BPRONG):
-    """The same with forward whitening alone (Desjardins et al., 2015; Algorithm 1 of Fujimoto & Ohira)."""
+    """The same with forward whitening alone (Desjardins et al., 2015; Algorithm 1 of Fujimoto & Ohira).
+
+    It draws no targets, so the likelihood does not matter, and it stands and wants less damping.
+    """
 
     _backward = False
+
+    def __init__(
+        self, model: nn.Module, lr: float = 0.01, *, forward_damping: float | Damping = 0.01, **arguments: Any
+    ) -> None:
+        super().__init__(model, lr, forward_damping=forward_damping, **arguments)
 
 
 def _times(scale: float, direction: Tensor | None) -> Tensor | None:
