@@ -1,0 +1,38 @@
+"""Small training loops that the optimizer's tests share."""
+
+import torch
+import torch.nn.functional as F
+
+import bprong
+from helpers import assert_close, classification, snapshot
+
+EXACT = {"fisher": "exact", "average": 0.0}
+
+
+def batches(x, y, size, steps):
+    for t in range(steps):
+        chosen = torch.arange(t * size, (t + 1) * size) % len(x)
+        yield x[chosen], y[chosen]
+
+
+def train(model, optimizer, data, call=None):
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy((call or model)(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def path(model, steps=20, call=None, prepare=lambda model: None, dtype=torch.float64, **options):
+    """Where a model ends up after some steps from its own start."""
+    x, y = classification(60, 5, 3, dtype=dtype)
+    settings = {"every": 5, "options": EXACT} | options
+    prepare(model)
+    optimizer = bprong.BPRONG(model, lr=0.1, **settings)
+    train(model, optimizer, batches(x, y, 20, steps), call)
+    return snapshot(model)
+
+
+def assert_same_path(ours, expected, rtol=1e-10):
+    for (name, value), other in zip(expected.items(), ours.values(), strict=True):
+        assert_close(other, value, rtol, name)
