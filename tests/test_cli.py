@@ -129,3 +129,26 @@ def test_the_library_needs_torch_and_numpy_only(tmp_path):
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_a_terminal_without_greek_letters_gets_question_marks(tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bprong.cli", *DIGITS, "--epochs", "1", "--methods", "sgd", "--out", str(tmp_path)]
+    for arguments in ([*command[:3], "reproduce", "--help"], command):
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_out_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main([*DIGITS, "--out", str(tmp_path / "file")]) == 2
+    assert "is a file; --out takes a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_report_says_how_this_data_was_scaled(tmp_path):
+    out = tmp_path / "run"
+    main([*DIGITS, "--epochs", "1", "--methods", "bprong", "--statistics", "99999", "--out", str(out)])
+    config = json.loads((out / "run.json").read_text())["config"]
+    assert config["input_scaling"] == "pixels divided by 16, not centred"
+    assert config["statistics"].startswith("1437 training examples")

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import bprong
 from bprong.schedule import WhiteningWarning
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
-from training import EXACT, batches, train
+from training import EXACT, assert_same_path, batches, train
 
 
 @pytest.mark.parametrize(("lr_bias", "frozen"), [(0.1, None), (0.01, None), (0.1, "weight"), (0.1, "bias")])
@@ -27,7 +29,7 @@ def test_weight_and_bias_in_groups_of_their_own(lr_bias, frozen):
     layer = whitened[0]
     groups = [{"params": [layer.weight_dagger]}, {"params": [layer.bias_dagger], "lr": lr_bias}]
     sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.8)
-    schedule = {"forward_every": 3, "forward_offset": 0, "backward_every": 2, "backward_offset": 1}
+    schedule = {"forward_every": 2, "forward_offset": 0, "backward_every": 5, "backward_offset": 1}
     damping = {"forward_damping": 0.1, "backward_damping": 0.03}
     rewhitening = bprong.Rewhitening(whitened, sgd, fisher="exact", **damping, **schedule)
     params = [{"params": [plain[0].weight]}, {"params": [plain[0].bias], "lr": lr_bias}]
@@ -181,3 +183,114 @@ def test_state_is_plain_and_float64_moments_stay_float64():
     moments = optimizer.state_dict()["whitening"]["schedule"]["moments"]
     assert {m["scatter"].dtype for m in moments.values()} == {torch.float64}
     assert optimizer.report().steps == 3
+
+
+@pytest.mark.parametrize("held", ["frozen", "not held"])
+def test_layers_it_does_not_train_are_neither_measured_nor_in_its_state(held):
+    x, y = classification(60, 5, 3)
+    model = mlp(5, 4, 3)
+    params = None if held == "frozen" else list(model[2].parameters())
+    model[0].requires_grad_(held != "frozen")
+    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, every=2, params=params)
+    train(model, optimizer, batches(x, y, 20, 5))
+    assert optimizer.statistics.layers["0"].UU is None
+    assert optimizer.statistics.layers["2"].UU is not None
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert set(optimizer.state) <= set(model.parameters())
+
+
+def test_momentum_is_carried_at_a_refresh_where_lr_is_zero():
+    """A warm-up from zero, or a cosine's end: as if lr were there but very small."""
+    x, y = classification(60, 5, 3)
+    ends = []
+    for tiny in (0.0, 1e-30):
+        torch.manual_seed(1)
+        model = mlp(5, 3)
+        optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, every=2, options=EXACT)
+        for t, batch in enumerate(batches(x, y, 20, 8)):
+            optimizer.param_groups[0]["lr"] = tiny if t == 4 else 0.1
+            train(model, optimizer, [batch])
+        ends.append(snapshot(model))
+    assert_same_path(ends[0], ends[1])
+
+
+def test_zero_gradients_in_mid_training_are_a_step_like_any_other():
+    x, y = classification(20, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, weight_decay=0.1)
+    train(model, optimizer, [(x, y)])
+    before = snapshot(model)
+    for p in model.parameters():
+        p.grad.zero_()
+    optimizer.step()
+    assert not torch.equal(before["0.weight"], model[0].weight)  # momentum goes on, decay too
+    assert optimizer.report().steps == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_state_loads_into_a_model_of_another_dtype(dtype):
+    x, y = classification(60, 5, 3, dtype=torch.float32)
+    model = mlp(5, 4, 3, dtype=torch.float32)
+    optimizer = bprong.BPRONG(model, lr=0.05, momentum=0.9)
+    train(model, optimizer, batches(x, y, 20, 3))
+    other = mlp(5, 4, 3, dtype=dtype)
+    loaded = bprong.BPRONG(other, lr=0.05, momentum=0.9)
+    loaded.load_state_dict(optimizer.state_dict())
+    train(other, loaded, [(x.to(dtype), y)] * 2)
+    assert loaded.report().steps == 5
+    assert loaded.report().layers[0]["forward_rank"] == "5/5"
+
+
+def test_a_state_of_other_widths_is_refused_with_nothing_changed():
+    x, y = classification(60, 5, 3)
+    wide = mlp(5, 8, 3)
+    trained = bprong.BPRONG(wide, momentum=0.9)
+    train(wide, trained, [(x, y)])
+    model = mlp(5, 4, 3)
+    optimizer = bprong.BPRONG(model, momentum=0.9)
+    with pytest.raises(ValueError, match="layer '0': the state's RR is for 8, the layer's for 4"):
+        optimizer.load_state_dict(trained.state_dict())
+    assert optimizer.report().steps == 0
+    with pytest.raises(ValueError, match="schedule and layers"):
+        optimizer.load_state_dict(optimizer.state_dict() | {"whitening": {}})
+
+
+def test_bias_and_fallback_are_decayed_by_their_own_groups():
+    model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)).double()
+    x, y = classification(20, 5, 3)
+    start = snapshot(model)
+    groups = [
+        {"params": [model[0].weight], "weight_decay": 0.0},
+        {"params": [model[0].bias], "weight_decay": 0.5},
+        {"params": [model[1].weight, model[1].bias], "weight_decay": 0.25},
+    ]
+    plain = copy.deepcopy(model)
+    train(plain, bprong.BPRONG(plain, lr=0.1, options=EXACT), [(x, y)])
+    train(model, bprong.BPRONG(model, lr=0.1, params=groups, options=EXACT), [(x, y)])
+    for name, decay in (("0.weight", 0), ("0.bias", 0.5), ("1.weight", 0.25)):
+        assert_close(snapshot(model)[name], snapshot(plain)[name] - 0.1 * decay * start[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"momentum": 3.0}, {"weight_decay": -1.0}])
+def test_numbers_of_groups_are_checked(bad):
+    model = mlp(5, 3)
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be a finite number"):
+        bprong.BPRONG(model, params=[{"params": list(model.parameters()), **bad}])
+
+
+def test_two_optimizers_on_one_model_do_not_hear_each_others_passes():
+    x, y = classification(40, 5, 3)
+    model = mlp(5, 4, 3)
+    first = bprong.BPRONG(model, lr=0.1, params=model[0].parameters(), options=EXACT)
+    second = bprong.BPRONG(model, lr=0.1, params=model[2].parameters(), options=EXACT)
+    F.cross_entropy(model(x), y).backward()
+    first.step()
+    second.step()
+    assert second.statistics.layers["2"].moments["forward"].weight == 40
+
+
+def test_copies_of_a_pair_do_not_pile_up_hooks():
+    pair = (model := mlp(5, 3), bprong.BPRONG(model))
+    for _ in range(3):
+        pair = copy.deepcopy(pair)
+    assert len(pair[0]._forward_pre_hooks) == 1

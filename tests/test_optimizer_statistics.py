@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.schedule import WhiteningWarning
+from bprong.schedule import PATIENCE, WhiteningWarning
 from helpers import assert_close, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
@@ -163,6 +164,10 @@ def test_the_report_is_plain_data_and_prints_as_a_table():
         ({"likelihood": "softmax"}, "likelihood must be one of"),
         ({"options": {"fischer": "exact"}}, "options has no 'fischer'; it takes fisher, forward_every"),
         ({"options": {"fisher": "true"}}, "fisher must be one of"),
+        ({"options": {"examples": 0}}, "'examples'. must be a whole number, of at least 1"),
+        ({"options": {"seed": "a"}}, "'seed'. must be a whole number"),
+        ({"options": {"average": None}}, "average must be a finite number"),
+        ({"max_step": 0}, "max_step must be"),
     ],
 )
 def test_bad_arguments_are_answered_by_what_is_allowed(arguments, message):
@@ -196,3 +201,225 @@ def test_the_hook_goes_with_the_optimizer():
     del optimizer
     gc.collect()
     assert not model._forward_pre_hooks
+
+
+def test_parameters_instead_of_the_model_are_refused():
+    with pytest.raises(TypeError, match="takes the model itself, to measure it, not a generator"):
+        bprong.BPRONG(mlp(5, 3).parameters())
+
+
+def test_batches_of_refused_steps_are_forgotten():
+    x, y = classification(20, 5, 3)
+    bad = x.clone()
+    bad[0, 0] = float("nan")
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, options=EXACT)
+    with pytest.warns(WhiteningWarning, match="step 0 refused"):
+        train(model, optimizer, [(bad, y)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, [(x, y)])
+    assert_close(optimizer.statistics.layers["0"].c, x.mean(0), 1e-12)
+
+
+def test_refusals_are_counted_in_a_row_only():
+    x, y = classification(20, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1)
+    for _ in range(PATIENCE + 1):
+        train(model, optimizer, [(x, y)])
+        model[0].weight.grad.fill_(float("nan"))
+        with pytest.warns(WhiteningWarning, match="refused"):
+            optimizer.step()
+
+
+def test_what_was_observed_or_recorded_serves_one_step():
+    x, y = classification(60, 5, 3)
+    for way in ("observe", "record"):
+        model = mlp(5, 3)
+        optimizer = bprong.BPRONG(model, lr=0.0, every=1, options=EXACT)
+        if way == "observe":
+            optimizer.observe(x[:10])
+        else:
+            with optimizer.recording() as record:
+                record(model[0](x[:10]))
+        train(model, optimizer, [(x[20:40], y[20:40])])
+        assert_close(optimizer.statistics.layers["0"].c, x[:10].mean(0), 1e-12)
+        train(model, optimizer, [(x[20:40], y[20:40])])
+        assert_close(optimizer.statistics.layers["0"].c, x[20:40].mean(0), 1e-12)
+
+
+def test_targets_are_cut_with_their_batch():
+    x, y = classification(40, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, options={"fisher": "empirical", "average": 0.0, "examples": 10})
+    optimizer.observe(x, y)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert optimizer.statistics.layers["0"].moments["backward"].weight == 10
+
+
+def test_after_loading_it_listens_when_that_is_due():
+    x, y = classification(20, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, every=2, options=EXACT)
+    train(model, optimizer, [(x, y)])
+    early = copy.deepcopy(optimizer.state_dict())  # step 1: nothing due
+    train(model, optimizer, [(x, y)])
+    due = copy.deepcopy(optimizer.state_dict())  # step 2: due
+    optimizer.load_state_dict(early)
+    optimizer.load_state_dict(due)
+    train(model, optimizer, [(x + 1, y)])
+    assert_close(optimizer.statistics.layers["0"].c, (x + 1).mean(0), 1e-12)
+
+
+def test_recording_leaves_the_random_stream_alone_and_takes_several_batches():
+    x, y = classification(40, 5, 3)
+    model = mlp(5, 4, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, options={"average": 0.0})
+    before = torch.random.get_rng_state()
+    with optimizer.recording() as record:
+        for part in x.chunk(2):
+            record(model[2](torch.tanh(model[0](part))))
+    assert torch.equal(before, torch.random.get_rng_state())
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    layer = optimizer.statistics.layers["0"]
+    assert layer.moments["forward"].weight == 40
+    assert_close(layer.c, x.mean(0), 1e-12)
+    with optimizer.recording() as record:  # nothing is due: nothing is tapped
+        assert not model[0]._forward_hooks
+        record(model(x))
+
+
+def test_micro_batches_draw_targets_of_their_own():
+    x, _ = classification(20, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, options={"average": 0.0})
+    twice = optimizer.statistics
+    seen = [twice._pass(i, x, None, {"0": True})["0"].delta.second for i in range(2)]
+    assert not torch.equal(*seen)
+
+
+def test_a_batch_changed_in_place_before_the_step_is_refused():
+    x, y = classification(20, 5, 3)
+    model, buffer = mlp(5, 3), x.clone()
+    optimizer = bprong.BPRONG(model, lr=0.1)
+    F.cross_entropy(model(buffer), y).backward()
+    buffer.zero_()
+    with pytest.raises(RuntimeError, match="changed in place between the model's call and the step"):
+        optimizer.step()
+
+
+def test_a_model_that_works_in_place_on_its_input_does_not_touch_the_users_batch_in_our_pass():
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.layer(x.mul_(0.5))
+
+    x, y = classification(20, 5, 3)
+    model = Scaling()
+    optimizer = bprong.BPRONG(model, lr=0.1)
+    optimizer.observe(x)
+    before = x.clone()
+    F.cross_entropy(model(x.clone()), y).backward()
+    optimizer.step()
+    assert torch.equal(x, before)
+
+
+def test_containers_changed_after_the_call_do_not_matter():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3, dtype=torch.float64)
+
+        def forward(self, batch):
+            return self.layer(batch.pop("x"))
+
+    x, y = classification(20, 5, 3)
+    model = Named()
+    optimizer = bprong.BPRONG(model, lr=0.1)
+    batch = {"x": x}
+    F.cross_entropy(model(batch), y).backward()
+    optimizer.step()
+    assert optimizer.report().steps == 1
+
+
+def test_an_auxiliary_head_is_whitened_forward_only_and_said_so():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.main, self.aux = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = torch.tanh(self.body(x))
+            return self.main(h), self.aux(h)
+
+    x, y = classification(20, 5, 3, dtype=torch.float32)
+    model = Heads()
+    optimizer = bprong.BPRONG(model, lr=0.1)
+    main, aux = model(x)
+    (F.cross_entropy(main, y) + F.cross_entropy(aux, y)).backward()
+    with pytest.warns(WhiteningWarning, match="layer 'aux'.*no error reaches it.*forward only"):
+        optimizer.step()
+    assert optimizer.statistics.layers["aux"].UU is not None
+    assert optimizer.statistics.layers["aux"].RR is None
+
+
+def test_prong_with_an_offset_checks_its_first_refresh_too():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    x, y = classification(20, 5, 3, dtype=torch.float32)
+    model = Idle()
+    optimizer = bprong.PRONG(model, lr=0.1, every=5, options={"forward_offset": 2})
+    train(model, optimizer, [(x, y)] * 2)
+    with pytest.raises(RuntimeError, match="no statistics reached 'idle'"):
+        train(model, optimizer, [(x, y)])
+
+
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
+def test_a_step_inside_autocast(inputs):
+    x, y = classification(20, 5, 3, dtype=torch.float32)
+    model = mlp(5, 4, 3, dtype=torch.float32)
+    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model, optimizer, [(x.to(inputs), y)] * 3)
+    assert optimizer.statistics.layers["0"].UU.dtype is torch.float32
+
+
+def test_bfloat16_parameters_keep_float32_inverses():
+    x, y = classification(60, 20, 3, dtype=torch.bfloat16)
+    model = mlp(20, 8, 3, dtype=torch.bfloat16)
+    optimizer = bprong.BPRONG(model, lr=0.05, momentum=0.9)
+    train(model, optimizer, [(x, y)] * 3)
+    UU = optimizer.statistics.layers["0"].UU
+    assert UU.dtype is torch.float32
+    assert float(torch.linalg.eigvalsh(UU).min()) > 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_distance_from_white_is_the_last_batchs_own():
+    x, y = classification(60, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.0, every=1, forward_damping=1e-9, options={"average": 0.9, "fisher": "exact"})
+    train(model, optimizer, [(x, y)] * 2)
+    assert optimizer.report().layers[0]["forward_from_white"] < 1e-6
+    train(model, optimizer, [(x * 2, y)])
+    assert optimizer.report().layers[0]["forward_from_white"] == pytest.approx(3, rel=1e-3)  # Ž is four times as large
+
+
+def test_a_linear_added_later_is_named_so():
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model)
+    model.append(nn.Linear(3, 3, dtype=torch.float64))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    assert optimizer.report().fallback["1.weight"] == "in a Linear that the optimizer was not built with"

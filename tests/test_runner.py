@@ -17,7 +17,7 @@ from bprong.experiments.methods import METHODS, Problem, Whitening
 from bprong.experiments.models import perceptron, with_batch_norm
 from bprong.experiments.progress import Bars, Lines, Progress
 from bprong.experiments.records import Row, read_results
-from bprong.experiments.runner import Config, ResumeError, load_trained, run, train_epoch
+from bprong.experiments.runner import Config, OutError, ResumeError, load_trained, run, train_epoch
 from helpers import assert_close
 
 QUICK = {"forward_every": 10, "backward_every": 10, "backward_offset": 5}
@@ -58,16 +58,17 @@ def test_every_method_starts_equal_and_bprong_wins_on_digits(digits, tmp_path):
 def test_all_methods_see_the_same_batches_in_the_same_order(digits, tmp_path, monkeypatch):
     from bprong.experiments import runner
 
-    seen = {}
+    seen = []
     original = runner.train_epoch
 
-    def listening(trainee, x, y, order, batch, tick):
-        seen.setdefault(trainee.model.__class__.__name__ + str(len(seen)), order)
-        return original(trainee, x, y, order, batch, tick)
+    def listening(trainee, x, y, order, batch, tick=None):
+        if tick is not None:  # the warm-up has none
+            seen.append(order)
+        return original(trainee, x, y, order, batch)
 
     monkeypatch.setattr(runner, "train_epoch", listening)
     run(Config(methods=("sgd", "bn"), epochs=2), digits, tmp_path, Progress())
-    first, second, third, fourth = seen.values()
+    first, second, third, fourth = seen
     assert torch.equal(first, second)
     assert torch.equal(third, fourth)
     assert not torch.equal(first, third)
@@ -167,8 +168,8 @@ def test_a_trained_network_is_read_back_as_a_stock_one(digits, tmp_path):
         loss = torch.nn.functional.cross_entropy(model(digits.x_test), digits.y_test)
         expected = next(r.val_loss for r in rows if r.method == method and r.epoch == 1)
         assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
-    other = Dataset("other", *(getattr(digits, k) for k in ("x_train", "y_train", "x_test", "y_test")))
-    with pytest.raises(ResumeError, match="trained on digits; the data given are other"):
+    other = Dataset("other", digits.x_train + 1, digits.y_train, digits.x_test, digits.y_test)
+    with pytest.raises(ResumeError, match="trained on digits; the data given, other, are other data"):
         load_trained(tmp_path / "checkpoints" / "bn-0.pt", other)
     with pytest.raises(ResumeError, match="no such checkpoint"):
         load_trained(tmp_path / "none.pt", digits)
@@ -232,11 +233,79 @@ def test_lines_say_loss_accuracy_pace_and_time_left(capsys):
     assert out[-1].endswith(" left")
 
 
-def test_bars_count_epochs_of_all_seeds():
+@pytest.mark.parametrize("columns", [80, 140])
+def test_bars_count_epochs_of_all_seeds(columns):
     with Bars(trials=2, epochs=10, methods=["bprong"]) as bars:
+        bars._rich.console.width = columns
         bars.show("bprong", some_rows(4), 10)
         bars.tick("bprong", 0.5)
         (task,) = bars._rich.tasks
         assert task.completed == 3.5
         assert task.total == 20
-        assert "updates/s" in task.fields["said"]
+        assert ("updates/s" in task.fields["said"]) == (columns > 100)
+
+
+def test_denormals_are_flushed_on_every_thread():
+    code = (
+        "import torch; from bprong.experiments.reproduce import prepare; from bprong.experiments.data import load;"
+        "prepare(2); load('digits'); x = torch.full((4_000_000,), 1e-30) * 1e-10; print(int((x != 0).sum()))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+def test_a_resumed_run_keeps_the_rows_it_was_not_asked_for(digits, tmp_path):
+    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, Progress())
+    rows = run(Config(("sgd",), epochs=1), digits, tmp_path, Progress(), resume=True)
+    assert {(r.method, r.epoch) for r in rows} == {(m, e) for m in ("sgd", "bn") for e in range(3)}
+    assert rows == read_results(tmp_path / "results.csv")
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:3000], lambda raw: b"", lambda raw: b"{}"])
+def test_a_damaged_checkpoint_is_named(damage, digits, tmp_path):
+    run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
+    path = tmp_path / "checkpoints" / "sgd-0.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ResumeError, match="sgd-0.pt is not a checkpoint of a run, or is damaged; delete it"):
+        run(Config(("sgd",), epochs=2), digits, tmp_path, Progress(), resume=True)
+
+
+def test_other_data_of_the_same_name_and_size_are_refused(digits, tmp_path):
+    run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
+    other = Dataset(digits.name, digits.x_train.flip(0), digits.y_train, digits.x_test, digits.y_test)
+    with pytest.raises(ResumeError, match="fingerprint was"):
+        run(Config(("sgd",), epochs=2), other, tmp_path, Progress(), resume=True)
+
+
+def test_two_runs_in_one_folder_are_refused(digits, tmp_path):
+    from bprong.experiments import runner
+
+    with runner._locked(tmp_path), pytest.raises(OutError, match="another run is writing to"):
+        run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
+
+
+def test_who_comes_first_changes_with_the_epoch(digits, tmp_path):
+    class Order(Progress):
+        def __init__(self):
+            self.seen = []
+
+        def show(self, method, rows, epochs):
+            if rows and rows[-1].epoch > 0:
+                self.seen.append(method)
+
+    order = Order()
+    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, order)
+    assert order.seen == ["bn", "sgd", "sgd", "bn"]
+
+
+@pytest.mark.parametrize(
+    ("config", "y", "message"),
+    [(Config(("bn",), batch=1), None, "at least two examples in a batch"), (Config(("sgd",)), 0, "one class only")],
+)
+def test_what_would_fail_later_fails_at_once(config, y, message, digits, tmp_path):
+    labels = (digits.y_train, digits.y_test) if y is None else (digits.y_train * 0, digits.y_test * 0)
+    data = Dataset("some", digits.x_train, labels[0], digits.x_test, labels[1])
+    with pytest.raises(ValueError, match=message):
+        run(config, data, tmp_path / "new", Progress())
+    assert not (tmp_path / "new").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -32,8 +33,7 @@ def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
 
 
 def averaging(average: float, record_every: int | None) -> tuple[float, int | None]:
-    if not 0 <= average < 1:
-        raise ValueError(f"average must lie in 0 … 1 (1 not included), not {average}")
+    number("average", average, 0, 1)
     if record_every is None:
         return average, None
     if average == 0:
@@ -57,16 +57,16 @@ def refuse_distributed(model: nn.Module) -> None:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if several or any(is_wrapper(module) for module in model.modules()):
         raise ValueError(
-            "Rewhitening works in one process on an unwrapped model: in several, each would choose its own U, c and R"
+            "whitening works in one process on an unwrapped model: in several, each would choose its own U, c and R"
         )
 
 
 def number(kind: str, value: float, least: float, below: float = math.inf) -> float:
     """A finite number of at least `least` and less than `below`."""
-    if not (isinstance(value, (int, float)) and least <= value < below):
+    if not (isinstance(value, numbers.Real) and least <= value < below):
         limit = "" if below == math.inf else f" and less than {below:g}"
         raise ValueError(f"{kind} must be a finite number of at least {least:g}{limit}, not {value!r}")
-    return value
+    return float(value)
 
 
 def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:

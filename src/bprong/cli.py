@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,18 +26,25 @@ except ImportError as missing:  # the library itself works without them
 
 __all__ = ["main"]
 
+FAILED = 1
 BAD_INPUT = 2  # argparse's own exit code for a wrong value
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Greek letters gets question marks, not a crash
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"bprong {options.command}: {error}", file=sys.stderr)
         return BAD_INPUT
+    except OSError as error:
+        print(f"bprong {options.command}: {error}; finished epochs are on disk, --resume goes on", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print(f"\nbprong {options.command}: stopped; finished epochs are on disk, --resume goes on", file=sys.stderr)
         return INTERRUPTED
@@ -129,7 +137,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 def _whole(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < least:
+        if not text.lstrip("-").isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 

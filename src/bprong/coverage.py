@@ -33,4 +33,5 @@ def fallback_reason(model: nn.Module, parameter: Tensor) -> str:
         return f"tied: {', '.join(names)}"
     if not names:
         return "not the model's"
-    return f"in {type(model.get_submodule(names[0].rpartition('.')[0])).__name__}"
+    kind = type(model.get_submodule(names[0].rpartition(".")[0]))
+    return "in a Linear that the optimizer was not built with" if kind is nn.Linear else f"in {kind.__name__}"

@@ -6,11 +6,12 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bprong.recording import Arguments
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "copied"]
 
 
 class Listener:
@@ -20,31 +21,68 @@ class Listener:
     because torch.compile traces this hook and would compile anew for each length of a list.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
-        self.wanted = wanted
+    paused = False  # for all listeners alike: a pass that measures is nobody's training
+
+    def __init__(self, wanted: bool = True, inert: bool = False) -> None:
+        self.wanted, self.inert = wanted, inert
         self.last: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.wanted and module.training and torch.is_grad_enabled():
-            self.last = (args, kwargs, self.last)
+        if self.wanted and not Listener.paused and module.training and torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # containers of their own
+            self.last = (args, kwargs, _versions((args, kwargs)), self.last)
 
     def take(self) -> list[Arguments]:
-        """The calls kept, in their order; they are forgotten."""
+        """The calls kept, in their order; they are forgotten. Raises if a batch has been written to since its call."""
         kept: list[Arguments] = []
         link, self.last = self.last, None
         while link is not None:
-            args, kwargs, link = link
+            args, kwargs, versions, link = link
+            if versions is not None and versions != _versions((args, kwargs)):
+                raise RuntimeError(
+                    "the batch was changed in place between the model's call and the step, so it cannot be measured: "
+                    "give a copy that stays, optimizer.observe(x.clone()), before it is changed"
+                )
             kept.append(Arguments(args, kwargs))
         return kept[::-1]
 
     def attach(self, model: nn.Module, owner: object) -> None:
-        """Listens to the model as long as its owner lives."""
+        """Listens to the model as long as its owner lives; hooks of copies, which keep nothing, make way."""
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if isinstance(hook, Listener) and hook.inert:
+                del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
         handle = model.register_forward_pre_hook(self, with_kwargs=True)
         weakref.finalize(owner, handle.remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
         """A copied model has no optimizer of its own: its copy of the hook keeps nothing."""
-        return Listener(wanted=False)
+        return Listener(wanted=False, inert=True)
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[bool]]:
-        return Listener, (False,)
+    def __reduce__(self) -> tuple[type[Listener], tuple[bool, bool]]:
+        return Listener, (False, True)
+
+
+def _versions(batch: Any) -> list[int] | None:
+    """How often each tensor of a batch has been written to; not known while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return None
+    return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def copied(batch: Any, count: int | None, dtype: torch.dtype) -> Any:
+    """A batch of its own to measure on: the first `count` examples of its tensors, low precision brought to `dtype`.
+
+    Tensors of another length than the first one's are no examples. Inputs in half precision come from autocast, which
+    the pass does without.
+    """
+    leaves, structure = tree_flatten(batch)
+    whole = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        part = leaf[:count] if count is not None and leaf.ndim > 0 and len(leaf) == whole else leaf
+        return part.to(dtype, copy=True) if leaf.dtype in (torch.bfloat16, torch.float16) else part.clone()
+
+    return tree_unflatten([copy(leaf) for leaf in leaves], structure)

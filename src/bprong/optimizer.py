@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bprong.checks import number, refuse_distributed
+from bprong.expert import Expert
 from bprong.fallback import adam_step_
 from bprong.likelihood import Likelihood
 from bprong.reporting import Report
 from bprong.schedule import PATIENCE, WhiteningWarning
-from bprong.statistics import Expert, Layer, Recorder, Statistics
+from bprong.statistics import Layer, Recorder, Statistics
 from bprong.whitening import Damping
 
 __all__ = ["BPRONG", "PRONG"]
@@ -48,7 +49,7 @@ class BPRONG(Optimizer):
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; the defaults are docs/sweep.md's
     every             steps between refreshes of the statistics
     max_step          a bound on the length of each step in the Fisher metric, momentum apart; None: no bound
-    options           expert settings: see `bprong.statistics.Expert`
+    options           expert settings: see `bprong.expert.Expert`
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> optimizer = BPRONG(model, lr=0.1)
@@ -77,6 +78,8 @@ class BPRONG(Optimizer):
         max_step: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"BPRONG takes the model itself, to measure it, not a {type(model).__name__}")
         refuse_distributed(model)
         if nesterov and not momentum:
             raise ValueError("nesterov needs a momentum above 0")
@@ -84,9 +87,10 @@ class BPRONG(Optimizer):
             "lr": number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1), "nesterov": nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }  # fmt: skip
-        self._max_step = None if max_step is None else number("max_step", max_step, 0)
-        settings = Expert.of(options).settings(every, forward_damping, backward_damping)
-        self.statistics = Statistics(model, likelihood, settings, Expert.of(options).examples, self._backward)
+        self._max_step = None if max_step is None else number("max_step", max_step, math.ulp(0.0))
+        expert = Expert.of(options)
+        settings = expert.settings(every, forward_damping, backward_damping)
+        self.statistics = Statistics(model, likelihood, settings, expert.examples, self._backward)
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
 
@@ -96,19 +100,22 @@ class BPRONG(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step down the gradients in `.grad`; returns the closure's loss, if there is a closure.
 
-        Gradients that are all zero do nothing and do not count. Gradients that are not finite are refused with a
-        warning, nothing changed, and raise after several in a row.
+        Gradients that are not finite are refused with a warning, nothing changed, and raise after several in a row. On
+        a fresh optimizer gradients that are all zero do nothing and do not count.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
-        if self._acceptable(groups):
-            self.statistics.refresh_if_due(self._centred, self._carry)
+        if not self._acceptable(groups):
+            self.statistics.forget()
+            return loss
+        with torch.autocast(next(iter(groups)).device.type, enabled=False):
+            self.statistics.refresh_if_due(self._centred(), self._carry)
             with self.statistics.watch.on("step"):
                 self._apply(groups)
-            self.statistics.advance()
+        self.statistics.advance()
         return loss
 
     def _acceptable(self, groups: Mapping[Tensor, Group]) -> bool:
@@ -120,7 +127,7 @@ class BPRONG(Optimizer):
         norms = [float(norm) for norm in torch._foreach_norm(list(gradients.values()))]
         if math.isfinite(sum(norms)):
             self._refused = 0
-            return any(norms)
+            return any(norms) or self.statistics.schedule.t > 0
         bad = [self.statistics.name_of(p) for p, norm in zip(gradients, norms, strict=True) if not math.isfinite(norm)]
         self._refused += 1
         message = f"step {self.statistics.schedule.t} refused: the gradient of {', '.join(bad)} is not finite"
@@ -161,15 +168,17 @@ class BPRONG(Optimizer):
             group = groups[layer.weight]
             v_W = self._velocity(layer.weight, d_W, group)
             _decay_(layer.weight, group)
-            layer.weight.sub_(v_W, alpha=group["lr"])
+            layer.weight.sub_(v_W.to(layer.weight.dtype), alpha=group["lr"])
             if self.statistics.schedule.wanted:  # for the report; not worth its price at every step
                 layer.step_norm = group["lr"] * float(v_W.norm())
         if d_b is not None and layer.bias is not None:
             v_b = self._velocity(layer.bias, d_b, groups[layer.bias])
             _decay_(layer.bias, groups[layer.bias])
-            layer.bias.sub_(v_b, alpha=groups[layer.bias]["lr"])
+            layer.bias.sub_(v_b.to(layer.bias.dtype), alpha=groups[layer.bias]["lr"])
             if v_W is not None and layer.c is not None:
-                layer.bias.addmv_(v_W, layer.c, alpha=groups[layer.weight]["lr"])
+                layer.bias.addmv_(
+                    v_W.to(layer.bias.dtype), layer.c.to(layer.bias.dtype), alpha=groups[layer.weight]["lr"]
+                )
 
     def _velocity(self, parameter: Tensor, direction: Tensor, group: Group) -> Tensor:
         beta = group["momentum"]
@@ -184,18 +193,28 @@ class BPRONG(Optimizer):
     def _carry(self, layer: Layer, c_before: Tensor | None) -> None:
         """A new centre c: the bias's velocity as seen from it, so that its velocity as such stays what it is."""
         W, b = layer.weight, layer.bias
-        if b is None or "momentum_buffer" not in self.state[W] or "momentum_buffer" not in self.state[b]:
+        buffers = [self.state.get(p, {}).get("momentum_buffer") for p in (W, b) if p is not None]
+        if b is None or any(buffer is None for buffer in buffers):
             return
         moved = (0 if layer.c is None else layer.c) - (0 if c_before is None else c_before)
-        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
-        if isinstance(moved, Tensor) and rates[b]:
-            self.state[b]["momentum_buffer"].addmv_(self.state[W]["momentum_buffer"], moved, alpha=rates[W] / rates[b])
+        rates = {p: group["lr"] or 1.0 for group in self.param_groups for p in group["params"]}
+        if isinstance(moved, Tensor):
+            buffers[1].addmv_(buffers[0], moved.to(buffers[0]), alpha=rates[W] / rates[b])
 
-    def _centred(self, layer: Layer) -> bool:
-        """Without a bias that this optimizer trains, nothing is centred: training W would grow one."""
-        bias = layer.bias
-        trained = {p for group in self.param_groups for p in group["params"]}
-        return bias is not None and bias.requires_grad and bias in trained
+    def _centred(self) -> dict[str, bool]:
+        """The layers this optimizer trains, and whether their inputs are centred.
+
+        Without a bias that is trained nothing is: training W would grow one.
+        """
+        trained = {p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        layers = self.statistics.layers.items()
+        return {n: layer.bias in trained for n, layer in layers if layer.weight in trained or layer.bias in trained}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As for every optimizer; its numbers are checked."""
+        for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
+            number(key, param_group.get(key, self.defaults[key]), 0, below)
+        super().add_param_group(param_group)
 
     # Statistics -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +232,7 @@ class BPRONG(Optimizer):
             output = model.head(model.body(x))
             record(output)
         """
-        return self.statistics.recording(self._centred)
+        return self.statistics.recording(self._centred())
 
     def report(self) -> Report:
         """Per layer: ranks, damping, age, distance from white, length of the last step; fallbacks; shares of time."""
@@ -232,8 +251,10 @@ class BPRONG(Optimizer):
         if whitening is None:
             warnings.warn("this state has no whitening: its statistics begin anew", WhiteningWarning, stacklevel=2)
         else:
-            self.statistics.load_state_dict(whitening)
+            self.statistics.check_state(whitening)
         super().load_state_dict(state)
+        if whitening is not None:
+            self.statistics.load_state_dict(whitening)
 
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: all but hooks, which belong to this very object."""

@@ -24,14 +24,15 @@ __all__ = ["Preconditioner", "distance_from_white"]
 
 @dataclass(eq=False)
 class Preconditioner:
-    """The inverses of one layer, in its weight's dtype and on its device; None stands for the identity.
+    """The inverses of one layer, on its device, in its weight's dtype or at least float32; None: the identity.
 
     UU:       (in, in) (Ž+ε₁)⁻¹
     c:        (in,) E[z]; None where nothing is centred
     RR:       (out, out) (D+ε₂)⁻¹
     moments:  what they were made from, by side
     refreshed_at: the step at which each side was refreshed
-    white:    how far from white the statistics of the last refresh were in the coordinates then in force, by side
+    white:    how far from white the last batch measured was, in the coordinates then in force, by side
+    step_norm: the length of the weight's step at the last refresh
     """
 
     UU: Tensor | None = None
@@ -43,17 +44,20 @@ class Preconditioner:
 
     step_norm: float | None = None
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any], like: Tensor) -> None:
         """What `UU`, `c`, `RR` and `refreshed_at` were when they were saved."""
-        self.UU, self.c, self.RR = saved["UU"], saved["c"], saved["RR"]
-        self.refreshed_at = dict(saved["refreshed_at"])
+        self.UU, self.c, self.RR = (None if t is None else t.to(like) for t in (saved["UU"], saved["c"], saved["RR"]))
+        self.refreshed_at, self.white, self.moments = dict(saved["refreshed_at"]), {}, {}
 
     def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
 
         The bias itself then moves by the second minus the first times c; they are kept apart because weight and bias
-        may have learning rates of their own.
+        may have learning rates of their own. Gradients in half precision are brought to the inverses' float32.
         """
+        kept = self.UU if self.UU is not None else self.RR
+        if kept is not None:
+            g_W, g_b = (None if g is None else g.to(kept.dtype) for g in (g_W, g_b))
         if g_W is not None:
             if g_b is not None and self.c is not None:
                 g_W = torch.addr(g_W, g_b, self.c, alpha=-1)
@@ -63,11 +67,13 @@ class Preconditioner:
             g_b = self.RR @ g_b
         return g_W, g_b
 
+    def look(self, side: Side, moments: Moments) -> None:
+        """Notes how far from white a batch is in the coordinates in force."""
+        self.white[side] = distance_from_white(self.UU if side == "forward" else self.RR, moments.second)
+
     def refresh(self, side: Side, moments: Moments, damping: Damping, like: Tensor) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
         found = inverse(moments.second, damping).to(like)
-        old = self.UU if side == "forward" else self.RR
-        self.white[side] = distance_from_white(old, moments.second)
         self.moments[side] = moments
         if side == "backward":
             self.RR = found

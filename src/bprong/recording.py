@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bprong.likelihood import Likelihood
 from bprong.moments import Moments, error_moments, input_moments
@@ -27,9 +26,9 @@ __all__ = [
     "Fisher",
     "Measured",
     "errors_of",
-    "first_rows",
     "measure",
     "observed",
+    "random_numbers",
     "record",
     "roots_of",
     "tapped",
@@ -236,7 +235,7 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
         if not getattr(module, "buffers_are_constant", False)
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    with _random_numbers(model, seed):
+    with random_numbers(model, seed):
         try:
             yield
         finally:
@@ -247,7 +246,7 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+def random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
     """A stream of random numbers from `seed` on the model's devices; torch's own goes on afterwards where it was."""
     accelerators = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     with ExitStack() as stack:
@@ -268,19 +267,6 @@ def _call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, tuple):
         return model(*x)
     return model(**x) if isinstance(x, Mapping) else model(x)
-
-
-def first_rows(batch: Any, count: int | None) -> Any:
-    """The first `count` examples of whatever tensors a batch holds; tensors of another length are no examples."""
-    leaves, structure = tree_flatten(batch)
-    lengths = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0]
-    if count is None or not lengths:
-        return batch
-    whole = lengths[0]
-    cut = [
-        leaf[:count] if isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == whole else leaf for leaf in leaves
-    ]
-    return tree_unflatten(cut, structure)
 
 
 def tensor_of(output: Any) -> Tensor:

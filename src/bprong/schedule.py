@@ -111,6 +111,10 @@ class Schedule:
         self._moments[name, side] = new
         return new
 
+    def averages(self, name: str, side: Side) -> Moments | None:
+        """The running average of one side of a layer, if one is kept."""
+        return self._moments.get((name, side))
+
     def succeeded(self, name: str, side: Side) -> None:
         self._failures[name, side] = 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,58 +17,18 @@ from torch import Tensor, nn
 
 from bprong.coverage import covered_layers, fallback_reason
 from bprong.likelihood import Likelihood, likelihood_of
-from bprong.listening import Listener
+from bprong.listening import Listener, copied
 from bprong.moments import wide
 from bprong.preconditioner import Preconditioner
-from bprong.recording import Measured, first_rows, measure, record, tapped, tensor_of
+from bprong.recording import Measured, measure, random_numbers, record, tapped, tensor_of
 from bprong.reporting import Report, Stopwatch
-from bprong.schedule import SIDES, Schedule, Settings, Side
-from bprong.whitening import Damping, WhiteningError, rank
+from bprong.schedule import SIDES, Schedule, Settings, Side, mixed
+from bprong.whitening import WhiteningError, rank
 
-__all__ = ["Expert", "Layer", "Recorder", "Statistics"]
+__all__ = ["Layer", "Recorder", "Statistics"]
 
 Recorder = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Expert:
-    """Expert settings of an optimizer, given as `options={…}`.
-
-    fisher            targets behind D: "sampled", "exact" or "empirical" (the data's; then `observe(x, y)`)
-    forward_every, forward_offset, backward_every, backward_offset
-                      the paper's τ₁, c₁, τ₂, c₂; by default both sides together, every `every` steps
-    average           what the running average of the statistics keeps at each new measurement; 0: no average
-    record_every      measure, without refreshing, every so many steps too
-    examples          measure on this many examples of a batch at most
-    seed              of the targets drawn; by default torch's initial seed
-    """
-
-    fisher: str = "sampled"
-    forward_every: int | None = None
-    forward_offset: int = 0
-    backward_every: int | None = None
-    backward_offset: int = 0
-    average: float = 0.9
-    record_every: int | None = None
-    examples: int | None = None
-    seed: int | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Expert:
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in options or {} if name not in known]
-        if unknown:
-            raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}")
-        return cls(**options or {})
-
-    def settings(self, every: int, forward_damping: float | Damping, backward_damping: float | Damping) -> Settings:
-        return Settings.of(
-            forward_every=every if self.forward_every is None else self.forward_every,
-            backward_every=every if self.backward_every is None else self.backward_every,
-            forward_offset=self.forward_offset, backward_offset=self.backward_offset,
-            forward_damping=forward_damping, backward_damping=backward_damping,
-            fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
-        )  # fmt: skip
+Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 
 
 class Layer(Preconditioner):
@@ -80,6 +39,11 @@ class Layer(Preconditioner):
         self.name, self.module = name, module
         self.weight: Tensor = module.weight  # looked up once: a module's attributes are slow to reach
         self.bias: Tensor | None = module.bias
+
+    @property
+    def like(self) -> Tensor:
+        """What the inverses are like: the weight, in at least float32, since in bfloat16 they turn indefinite."""
+        return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
 
     def gradients(self, groups: Mapping[Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Of weight and bias, each where it is trained and has one."""
@@ -114,61 +78,74 @@ class Statistics:
     def advance(self) -> None:
         """A step was made."""
         self.schedule.t += 1
+        self.forget()
+        self._listener.wanted = bool(self.schedule.wanted)
+
+    def forget(self) -> None:
+        """What was seen since the last step: it was used, or the step was refused."""
         self._observed.clear()
         self._recorded.clear()
-        self._listener.take()
-        self._listener.wanted = bool(self.schedule.wanted)
+        self._listener.last = None
 
     def observe(self, x: Any, y: Tensor | None) -> None:
         if self.schedule.wanted:
             self._observed.append((x, y))
 
-    def refresh_if_due(self, centred: Callable[[Layer], bool], carry: Callable[[Layer, Tensor | None], None]) -> None:
-        """Measures and refreshes what this step asks for; an error changes nothing."""
+    def refresh_if_due(self, centred: Centred, carry: Callable[[Layer, Tensor | None], None]) -> None:
+        """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
         schedule = self.schedule
-        if not schedule.wanted:
+        if not schedule.wanted or not centred:
             return
         with self.watch.on("statistics"):
             measured = self._measure(centred)
+            for name, m in measured.items():
+                for side, seen in (("forward", m.z), ("backward", m.delta)):
+                    if seen is not None:
+                        self.layers[name].look(side, seen)  # type: ignore[arg-type]
             schedule.average_(measured)
         with self.watch.on("factorisation"):
             for side in schedule.due:
                 for name, m in measured.items():
                     self._refresh(self.layers[name], side, m, carry)
 
-    def _measure(self, centred: Callable[[Layer], bool]) -> dict[str, Measured]:
+    def _measure(self, centred: Centred) -> dict[str, Measured]:
         batches = self._observed or [(call, None) for call in self._listener.take()]
-        passes = self._recorded or [self._pass(x, y, centred) for x, y in batches]
+        passes = self._recorded or [self._pass(i, x, y, centred) for i, (x, y) in enumerate(batches)]
         if not passes:
             raise RuntimeError(
                 "a refresh is due and no batch was seen since the last step: the model given to the optimizer was not "
                 "called in training mode with gradients. If you train in eval mode or call it in another way, use "
                 "optimizer.observe(x) or optimizer.recording(); if it was compiled, give the compiled model"
             )
-        measured = {name: _merged([seen[name] for seen in passes]) for name in self.layers}
-        if self.schedule.t == min(offset for _, offset in self.schedule.settings.periods.values()):
+        measured = {name: _merged([seen[name] for seen in passes]) for name in centred}
+        if not any(layer.refreshed_at for layer in self.layers.values()):
             self._check_reached(measured)
         return measured
 
     def _check_reached(self, measured: Mapping[str, Measured]) -> None:
         """At the first refresh every trained layer must have been seen: later, one may be idle for a while."""
-        missing = [n for n, m in measured.items() if m.probe is None and self.layers[n].weight.requires_grad]
+        missing = [name for name, m in measured.items() if m.probe is None]
         if missing:
             raise RuntimeError(
                 f"no statistics reached {', '.join(map(repr, missing))}: not called when the model is. A layer that is "
                 f"used in another way is not covered: freeze it, or train it with another optimizer"
             )
+        for name, m in measured.items():
+            if "backward" in self.schedule.wanted and m.delta is None:
+                self.schedule.warn(
+                    name, "backward", "no error reaches it from the output that is looked at; forward only"
+                )
 
-    def _pass(self, x: Any, y: Tensor | None, centred: Callable[[Layer], bool]) -> dict[str, Measured]:
-        wanted = self._listener.wanted
-        self._listener.wanted = False  # this call is ours
+    def _pass(self, index: int, x: Any, y: Tensor | None, centred: Centred) -> dict[str, Measured]:
+        layers = {name: (self.layers[name].module, centre) for name, centre in centred.items()}
+        dtype = next(iter(self.layers.values())).weight.dtype
+        x, y = copied((x, y), self._examples, dtype)
+        Listener.paused = True  # this call is ours
         try:
-            layers = {name: (layer.module, centred(layer)) for name, layer in self.layers.items()}
-            x, y = first_rows((x, y), self._examples)
             with torch.enable_grad():
-                return record(self.model, layers, x, y, seed=self.schedule.seed, **self._how())
+                return record(self.model, layers, x, y, seed=mixed(self.schedule.seed, index), **self._how())
         finally:
-            self._listener.wanted = wanted
+            Listener.paused = False
 
     def _how(self) -> dict[str, Any]:
         schedule = self.schedule
@@ -180,14 +157,17 @@ class Statistics:
         }
 
     @contextmanager
-    def recording(self, centred: Callable[[Layer], bool]) -> Iterator[Recorder]:
-        """Taps the layers while it lasts; what it yields takes the output that the taps led to."""
-        with tapped({name: layer.module for name, layer in self.layers.items()}) as calls:
+    def recording(self, centred: Centred) -> Iterator[Recorder]:
+        """Taps the layers while it lasts; what it yields takes an output that the taps led to. Nothing unless due."""
+        if not self.schedule.wanted:
+            yield lambda output, y=None: None
+            return
+        with tapped({name: self.layers[name].module for name in centred}) as calls:
 
             def take(output: Any, y: Tensor | None = None) -> None:
-                if self.schedule.wanted:
-                    centres = {name: centred(layer) for name, layer in self.layers.items()}
-                    self._recorded.append(measure(centres, tensor_of(output), calls, y, **self._how()))
+                with random_numbers(self.model, mixed(self.schedule.seed, len(self._recorded))):
+                    self._recorded.append(measure(centred, tensor_of(output), calls, y, **self._how()))
+                calls.clear()
 
             yield take
 
@@ -197,7 +177,7 @@ class Statistics:
             return
         c_before = layer.c
         try:
-            layer.refresh(side, moments, self.schedule.settings.damping[side], layer.weight)
+            layer.refresh(side, moments, self.schedule.settings.damping[side], layer.like)
         except WhiteningError as reason:
             self.schedule.failed(layer.name, side, reason)
             return
@@ -220,14 +200,14 @@ class Statistics:
     def _row(self, layer: Layer) -> dict[str, Any]:
         row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
         for side in self.schedule.sides:
-            if side in layer.moments:
-                second = layer.moments[side].second
+            if side in layer.refreshed_at and (moments := layer.moments.get(side)) is not None:
+                second = moments.second
                 damping = self.schedule.settings.damping[side]
                 row |= {
                     f"{side}_rank": f"{rank(second)}/{len(second)}",
                     f"{side}_damping": float((damping.value * damping.scale(second)).mean()),
                     f"{side}_age": self.schedule.t - layer.refreshed_at[side],
-                    f"{side}_from_white": layer.white[side],
+                    f"{side}_from_white": layer.white.get(side),
                 }
         return row
 
@@ -240,14 +220,29 @@ class Statistics:
             },
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where a state is not of this model's layers."""
+        if not {"schedule", "layers"} <= set(state):
+            raise ValueError(f"whitening has schedule and layers; this one has {sorted(state)}")
+        if set(state["layers"]) != set(self.layers):
+            raise ValueError(f"the state is of layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
+        for name, saved in state["layers"].items():
+            outputs, inputs = self.layers[name].weight.shape
+            for key, size in (("UU", inputs), ("c", inputs), ("RR", outputs)):
+                if saved[key] is not None and len(saved[key]) != size:
+                    raise ValueError(
+                        f"layer {name!r}: the state's {key} is for {len(saved[key])}, the layer's for {size}"
+                    )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        shapes = {name: tuple(layer.weight.shape) for name, layer in self.layers.items()}
-        if set(state["layers"]) != set(shapes):
-            raise ValueError(f"the state is of layers {sorted(state['layers'])}; this model has {sorted(shapes)}")
+        self.check_state(state)
         devices = {name: wide(layer.weight[:0]).device for name, layer in self.layers.items()}
         self.schedule.load_state_dict(state["schedule"], devices)
         for name, saved in state["layers"].items():
-            self.layers[name].load(saved)
+            layer = self.layers[name]
+            layer.load(saved, layer.like)
+            layer.moments = {side: m for side in SIDES if (m := self.schedule.averages(name, side)) is not None}
+        self.forget()
         self._listener.wanted = bool(self.schedule.wanted)
 
     def __getstate__(self) -> dict[str, Any]:

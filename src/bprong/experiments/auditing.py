@@ -123,4 +123,4 @@ def table(audits: Mapping[str, Any]) -> str:
 
 
 def _cell(key: str, value: float) -> str:
-    return f"{value:.1%}" if key in ("off_block", "near_one", "rank") else f"{value:.3g}"
+    return f"{abs(value):.1%}" if key in ("off_block", "near_one", "rank") else f"{value:.3g}"

@@ -5,8 +5,10 @@ Every set is checked before it is used. Nothing is unpickled, nothing is read wi
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,15 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     notice: str | None = None
+    scaling: str = "as given"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this data from any other, whatever it is called."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in (self.x_train, self.y_train, self.x_test, self.y_test):
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
 
     @property
     def features(self) -> int:
@@ -71,7 +82,8 @@ def _digits(notice: str | None = None) -> Dataset:
     order = np.random.RandomState(0).permutation(len(x))  # unlike default_rng's, its stream is frozen for all versions
     train, test = order[:1437], order[1437:]
     arrays = {"x_train": x[train] / 16, "y_train": y[train], "x_test": x[test] / 16, "y_test": y[test]}
-    return _dataset("digits", {key: (array, f"digits: {key}") for key, array in arrays.items()}, notice)
+    data = _dataset("digits", {key: (array, f"digits: {key}") for key, array in arrays.items()}, notice)
+    return replace(data, scaling="pixels divided by 16, not centred")
 
 
 def _own(path: Path) -> Dataset:
@@ -115,7 +127,8 @@ def _dataset(name: str, arrays: Arrays, notice: str | None = None) -> Dataset:
     found = f"{where['y_train']}: labels {low} to {high} for {len(y_train)} rows"
     require(low == 0 and high < len(y_train), f"{found}; labels from 0, no more classes than rows, are required")
     require(beyond <= high, f"{where['y_test']}: label {beyond}; at most {high}, the last in training, is required")
-    return Dataset(name, x_train, y_train, x_test, y_test, notice)
+    scaling = "pixels divided by 255, not centred" if arrays["x_train"][0].dtype == np.uint8 else "as given"
+    return Dataset(name, x_train, y_train, x_test, y_test, notice, scaling)
 
 
 def _rows(x: Array, where: str) -> Tensor:

@@ -10,6 +10,8 @@ import rich.progress
 
 from bprong.experiments.records import Row, label
 
+NARROW = 120  # columns of a terminal below which the bars say less, so that they stay bars
+
 __all__ = ["Bars", "Lines", "Progress", "progress_for"]
 
 
@@ -74,6 +76,8 @@ class Bars(Progress):
             row = rows[-1]
             self._seen[method, row.seed] = row.epoch
             said = f"{_losses(row)}  {_pace(rows):>6} updates/s  {left} left"
+            if self._rich.console.width < NARROW:
+                said = f"{row.train_loss:<8.4g} {row.val_accuracy:6.2%} {left}"
             self._rich.update(self._tasks[method], completed=self._done(method), said=said)
 
     def tick(self, method: str, share: float) -> None:

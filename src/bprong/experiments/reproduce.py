@@ -16,12 +16,12 @@ from bprong.experiments.data import Dataset, load
 from bprong.experiments.figures import draw
 from bprong.experiments.methods import METHODS
 from bprong.experiments.progress import progress_for
-from bprong.experiments.records import Row, diverged, label, remove_leftovers, write_json
+from bprong.experiments.records import Row, diverged, label, write_json
 from bprong.experiments.report import terminal_verdict, write_report
-from bprong.experiments.runner import CHECKPOINTS, Config, run
+from bprong.experiments.runner import Config, OutError, run
 from bprong.experiments.verdict import verdict
 
-__all__ = ["OutError", "reproduce"]
+__all__ = ["prepare", "reproduce"]
 
 
 SETTINGS = {
@@ -30,21 +30,16 @@ SETTINGS = {
 }
 
 
-class OutError(ValueError):
-    """An output folder that this run must not write to."""
-
-
 def reproduce(config: Config, source: str, out: Path, resume: bool, threads: int) -> list[Row]:
     """Runs the experiment and leaves results.csv, run.json, the figures and report.html in `out`."""
+    if out.exists() and not out.is_dir():
+        raise OutError(f"{out} is a file; --out takes a folder")
     if (out / "results.csv").exists() and not resume:
         raise OutError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
+    prepare(threads)
     data = load(source, say=print)
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # a nearly converged network slows down three-fold on denormal numbers
     with progress_for(config.methods, config.seeds, config.epochs) as progress:
         rows = run(config, data, out, progress, resume)
-    for folder in (out, out / CHECKPOINTS):
-        remove_leftovers(folder)  # of writes that a kill cut short
     record = describe(config, data, rows, threads)
     write_json(out / "run.json", record)
     draw(rows, out)
@@ -54,12 +49,18 @@ def reproduce(config: Config, source: str, out: Path, resume: bool, threads: int
     return rows
 
 
+def prepare(threads: int) -> None:
+    """Before anything is computed: threads take over what is set here only if they start later."""
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)  # a nearly converged network slows down three-fold on denormal numbers
+
+
 def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> dict[str, Any]:
     """What run.json holds."""
     settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
     settings["whitening"] = {name: _whitening(config, name) for name in config.methods if METHODS[name].sides}
     return {
-        "config": settings | _choices(config),
+        "config": settings | _choices(config, data),
         "versions": {
             "bprong": bprong.__version__,
             "torch": torch.__version__,
@@ -82,17 +83,17 @@ def _whitening(config: Config, name: str) -> dict[str, Any]:
     return asdict(replace(METHODS[name].whitening, **config.whitening))
 
 
-def _choices(config: Config) -> dict[str, Any]:
+def _choices(config: Config, data: Dataset) -> dict[str, Any]:
     """What the paper leaves open, in words; where PRONG and BPRONG differ, both are said."""
     choices: dict[str, Any] = {
         "initialisation": "torch's default: uniform in ±1/√inputs, weights and biases",
-        "input_scaling": "pixels divided by 255, not centred",
+        "input_scaling": data.scaling,
         "batch_normalisation": "between layer and activation; γ = 1, β = 0 at the start; running averages keep 0.9",
     }
     for side, keys in SETTINGS.items():
         names = [name for name in config.methods if side in METHODS[name].sides]
         for key in keys:
-            said = {name: _said(key, _whitening(config, name)) for name in names}
+            said = {name: _said(key, _whitening(config, name), len(data.x_train)) for name in names}
             same = len(set(said.values())) == 1
             choices |= (
                 {key: next(iter(said.values())) if same else {label(n): v for n, v in said.items()}} if said else {}
@@ -100,10 +101,10 @@ def _choices(config: Config) -> dict[str, Any]:
     return choices
 
 
-def _said(key: str, values: dict[str, Any]) -> Any:
+def _said(key: str, values: dict[str, Any], examples: int) -> Any:
     value = values[key]
     if key == "statistics":
-        sample = f"{value} training images, drawn once" if value else "the batch at hand"
+        sample = f"{min(value, examples)} training examples, drawn once" if value else "the batch at hand"
         return f"{sample}; running average, keeping {values['average']:g}" if values["average"] else sample
     if key == "fisher":
         return {"sampled": "drawn from the model's own p(y|x)", "exact": "all classes, weighted by p(y|x)"}.get(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,13 +25,29 @@ from bprong.experiments.data import Dataset
 from bprong.experiments.methods import METHODS, Problem, Trainee
 from bprong.experiments.models import perceptron
 from bprong.experiments.progress import Progress
-from bprong.experiments.records import Row, write_atomically, write_results
+from bprong.experiments.records import (
+    RecordError,
+    Row,
+    read_results,
+    remove_leftovers,
+    write_atomically,
+    write_results,
+)
 from bprong.schedule import WhiteningWarning
 from bprong.whitening import WhiteningError
 
-__all__ = ["Config", "ResumeError", "load_trained", "run", "train_epoch"]
+try:
+    import fcntl
+except ImportError:  # Windows has none; there two runs in one folder are the user's own affair
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Config", "OutError", "ResumeError", "load_trained", "run", "train_epoch"]
 
 CHECKPOINTS = "checkpoints"
+
+
+class OutError(ValueError):
+    """An output folder that this run must not write to."""
 
 
 class ResumeError(ValueError):
@@ -71,32 +88,79 @@ class Trial:
 
 
 def run(config: Config, data: Dataset, out: Path, progress: Progress, resume: bool = False) -> list[Row]:
-    """Trains and evaluates every trial; returns all rows, which are also in out/results.csv."""
+    """Trains and evaluates every trial; returns all rows, which are also in out/results.csv.
+
+    A resumed run keeps the rows of methods and seeds it was not asked for.
+    """
+    _check(config, data)
     trials = [_start(config, data, method, seed) for seed in range(config.seeds) for method in config.methods]
+    others: list[Row] = []
     if resume:
+        others = _other_rows(out, trials)
         for trial in trials:
             _load(trial, _path(out, trial), _identity(config, data, trial.method))
     (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)  # only now: a wrong setting has raised by here
-    for trial in trials:
-        progress.show(trial.method, trial.rows, config.epochs)
-    for trial in _turns(trials, config.epochs):
-        _advance(trial, config, data, progress)
-        _save(trial, _path(out, trial), _identity(config, data, trial.method))
-        write_results(out / "results.csv", [row for t in trials for row in t.rows])
-        progress.show(trial.method, trial.rows, config.epochs)
-    rows = [row for trial in trials for row in trial.rows if row.epoch <= config.epochs]
-    write_results(out / "results.csv", rows)
+    with _locked(out):
+        for trial in trials:
+            progress.show(trial.method, trial.rows, config.epochs)
+        for trial in _turns(trials, config.epochs):
+            if trial.epoch == 0:
+                _warm_up(config, data, trial.method)
+            _advance(trial, config, data, progress)
+            _save(trial, _path(out, trial), _identity(config, data, trial.method))
+            write_results(out / "results.csv", [*others, *(row for t in trials for row in t.rows)])
+            progress.show(trial.method, trial.rows, config.epochs)
+        rows = [*others, *(row for trial in trials for row in trial.rows)]
+        write_results(out / "results.csv", rows)
+        for folder in (out, out / CHECKPOINTS):
+            remove_leftovers(folder)  # of writes that a kill cut short
     return rows
 
 
+def _check(config: Config, data: Dataset) -> None:
+    """What would otherwise be found out in the middle of a run."""
+    if data.classes < 2:
+        raise ValueError(f"{data.name} has one class only; there is nothing to tell apart")
+    if "bn" in config.methods and min(config.batch, len(data.x_train)) < 2:
+        raise ValueError("Batch Normalisation needs at least two examples in a batch; leave out bn, or give --batch 2")
+
+
+def _other_rows(out: Path, trials: Sequence[Trial]) -> list[Row]:
+    """Rows already there of trials that this run does not speak of; a broken file has none."""
+    own = {(trial.method, trial.seed) for trial in trials}
+    try:
+        return [row for row in read_results(out / "results.csv") if (row.method, row.seed) not in own]
+    except (OSError, RecordError):
+        return []
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """One run at a time in a folder; the lock goes with the process, however it ends."""
+    with (out / ".lock").open("w") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutError(f"another run is writing to {out}; choose another --out") from None
+        yield
+
+
 def _turns(trials: Sequence[Trial], epochs: int) -> Iterator[Trial]:
-    """Whose turn it is: seed by seed, and within a seed epoch by epoch, all methods taking turns."""
+    """Whose turn it is: seed by seed, and within a seed epoch by epoch; who comes first changes with the epoch."""
     for seed in dict.fromkeys(trial.seed for trial in trials):
         own = [trial for trial in trials if trial.seed == seed]
         for epoch in range(epochs + 1):
-            for trial in own:
+            first = epoch % len(own)
+            for trial in own[first:] + own[:first]:
                 if trial.epoch < epoch and not trial.diverged:
                     yield trial
+
+
+def _warm_up(config: Config, data: Dataset, method: str) -> None:
+    """Two updates of a network to throw away: a process's first are slow, whoever makes them."""
+    trainee = _start(config, data, method, seed=0).trainee
+    train_epoch(trainee, data.x_train, data.y_train, torch.arange(len(data.x_train))[: 2 * config.batch], config.batch)
 
 
 def _start(config: Config, data: Dataset, method: str, seed: int) -> Trial:
@@ -183,7 +247,7 @@ def _identity(config: Config, data: Dataset, method: str) -> dict[str, Any]:
     """What must be equal for a checkpoint to belong to this run."""
     own = {k: v for k, v in asdict(config).items() if k not in ("methods", "epochs", "seeds", "whitening")}
     whitening = asdict(replace(METHODS[method].whitening, **config.whitening))
-    return own | {"hidden": list(config.hidden), "data": data.name, "examples": len(data.x_train)} | whitening
+    return own | {"hidden": list(config.hidden), "data": data.name, "fingerprint": data.fingerprint} | whitening
 
 
 def _path(out: Path, trial: Trial) -> Path:
@@ -200,7 +264,7 @@ def _save(trial: Trial, path: Path, identity: dict[str, Any]) -> None:
 def _load(trial: Trial, path: Path, identity: dict[str, Any]) -> None:
     if not path.exists():
         return
-    saved = torch.load(path, weights_only=True)
+    saved = _read(path)
     differing = [k for k in identity if saved["identity"].get(k) != identity[k]]
     if differing:
         said = "; ".join(f"{k} was {saved['identity'].get(k)}, now {identity[k]}" for k in differing)
@@ -209,14 +273,24 @@ def _load(trial: Trial, path: Path, identity: dict[str, Any]) -> None:
     trial.rows = [Row(**row) for row in saved["rows"]]
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        saved = torch.load(path, weights_only=True)
+        if isinstance(saved, dict) and {"identity", "rows", "trainee"} <= set(saved):
+            return saved
+    except (RuntimeError, EOFError, ValueError, UnpicklingError):
+        pass
+    raise ResumeError(f"{path} is not a checkpoint of a run, or is damaged; delete it to train that network again")
+
+
 def load_trained(path: Path, data: Dataset) -> nn.Module:
     """The network of a checkpoint as it would be used, stock layers and all."""
     if not path.exists():
         raise ResumeError(f"{path}: no such checkpoint; a run keeps them in its folder under {CHECKPOINTS}")
-    saved = torch.load(path, weights_only=True)
+    saved = _read(path)
     identity, method = saved["identity"], path.stem.rpartition("-")[0]
-    if identity["data"] != data.name:
-        raise ResumeError(f"{path} was trained on {identity['data']}; the data given are {data.name}")
+    if identity["fingerprint"] != data.fingerprint:
+        raise ResumeError(f"{path} was trained on {identity['data']}; the data given, {data.name}, are other data")
     config = Config(activation=identity["activation"], hidden=tuple(identity["hidden"]))
     trial = _start(config, data, method, seed=0)
     trial.trainee.model.load_state_dict(saved["trainee"]["model"])

@@ -70,15 +70,15 @@ def _sooner(rows: Sequence[Row], other: str, text: str) -> Claim:
 
 
 def _as_fast(rows: Sequence[Row], other: str, text: str) -> Claim:
-    """Is the median ratio of the seconds, over the rungs that both reached, at most two?"""
+    """Is the median ratio of the seconds at most two, over the rungs that the other reached?"""
     if absent := _absent(rows, (HERO, other)):
         return Claim(text, absent, None)
     pairs = _pairs(rows, other)
     if not pairs:
         return Claim(text, _no_rung(rows, other), None)
-    ratios = _ratios(pairs)
-    # With no rung in common, one of the two never came as far as the other's first.
-    near = median(ratios) <= ABOUT if ratios else any(mine < theirs for mine, theirs in pairs.values())
+    # A rung that BPRONG never reached counts as infinitely late; where the other reached none, BPRONG was sooner.
+    ratios = [mine / theirs for mine, theirs in pairs.values() if theirs < math.inf]
+    near = median(ratios) <= ABOUT if ratios else True
     return Claim(text, "; ".join(_details(rows, pairs, other)), near and not _lost(rows))
 
 
