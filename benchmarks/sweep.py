@@ -94,6 +94,8 @@ def run_grid(options: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows = [row for row in run(config, data, Path(folder), Progress()) if row.epoch > 0]
             whole = asdict(replace(METHODS[options.method].whitening, **setting))
+            if "backward" not in METHODS[options.method].sides:
+                whole |= dict.fromkeys(("backward_damping", "backward_offset", "fisher"), "")
             for row in rows:
                 losses = [f"{v:.5f}" for v in (row.train_loss, row.val_loss, row.val_accuracy)]
                 writer.writerow([row.method, *(whole[name] for name in SETTINGS), row.seed, row.epoch, *losses])
