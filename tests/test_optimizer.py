@@ -251,6 +251,7 @@ def test_a_module_called_twice():
     train(model, optimizer, [(x, y)])
     layer = optimizer.statistics.layers["layer"]
     assert_close(layer.c, rows.mean(0), 1e-12)
+    assert layer.moments["backward"].weight == 30  # targets, not rows
     damped = torch.cov(rows.T, correction=0) + 0.2 * torch.eye(4, dtype=torch.float64)
     assert_close(layer.UU, torch.linalg.inv(damped), 1e-10)
 

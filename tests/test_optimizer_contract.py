@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 
 import bprong
 from bprong.schedule import WhiteningWarning
@@ -53,15 +54,51 @@ def test_every_scheduler_writes_lr_and_is_obeyed():
     before = snapshot(model)
     train(model, optimizer, [(x, y)])
     assert_unchanged(before, snapshot(model))
-    for make in (
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-        torch.optim.lr_scheduler.ReduceLROnPlateau,
-    ):
-        optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.5)
-        scheduler = make(optimizer)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda t: 0.5**t),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda t: 0.5),
+    "StepLR": lambda o: schedulers.StepLR(o, 1),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [1, 2]),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.5),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=10),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler([schedulers.StepLR(o, 1)], optimizer=o),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.5), schedulers.StepLR(o, 1)], milestones=[2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_each_step_is_as_long_as_the_scheduler_says(name):
+    """At whatever lr the scheduler has left in the group, the step is that multiple of the step at lr 1."""
+    x, y = classification(20, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.0 if name not in ("CyclicLR", "OneCycleLR") else 0.5, every=1,
+                              options=EXACT)  # fmt: skip
+    scheduler = SCHEDULERS[name](optimizer)
+    rates = set()
+    for _ in range(4):
+        (group,) = optimizer.param_groups
+        rates.add(group["lr"])
+        before, unit = snapshot(model), copy.deepcopy(model)
+        group_lr, beta = group["lr"], group["momentum"]
+        if beta == 0:
+            train(unit, bprong.BPRONG(unit, lr=1.0, options=EXACT), [(x, y)])
         train(model, optimizer, [(x, y)])
-        scheduler.step(*([1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
+        if beta == 0:
+            step = unit[0].weight - before["0.weight"]
+            assert_close(model[0].weight - before["0.weight"], group_lr * step, 1e-9)
+        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    assert len(rates) > 1
 
 
 def test_weight_decay_is_decoupled_and_of_ordinary_weights():

@@ -21,7 +21,7 @@ try:
     from bprong.experiments.runner import Config
 except ImportError as missing:  # the library itself works without them
     raise SystemExit(
-        f"bprong: {missing.name} is missing; commands need: pip install 'bprong[experiments]'"
+        f"bprong: {missing.name} is missing; commands need the extra: pip install 'bprong[experiments]'"
     ) from missing
 
 __all__ = ["main"]
