@@ -112,7 +112,8 @@ class BPRONG(Optimizer):
             self.statistics.forget()
             return loss
         with torch.autocast(next(iter(groups)).device.type, enabled=False):
-            self.statistics.refresh_if_due(self._centred(), self._carry)
+            if self.statistics.schedule.wanted:
+                self.statistics.refresh(self._centred(), self._carry)
             with self.statistics.watch.on("step"):
                 self._apply(groups)
         self.statistics.advance()

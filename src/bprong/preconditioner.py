@@ -67,9 +67,12 @@ class Preconditioner:
             g_b = self.RR @ g_b
         return g_W, g_b
 
-    def look(self, side: Side, moments: Moments) -> None:
+    def look(self, z: Moments | None, delta: Moments | None) -> None:
         """Notes how far from white a batch is in the coordinates in force."""
-        self.white[side] = distance_from_white(self.UU if side == "forward" else self.RR, moments.second)
+        if z is not None:
+            self.white["forward"] = distance_from_white(self.UU, z.second)
+        if delta is not None:
+            self.white["backward"] = distance_from_white(self.RR, delta.second)
 
     def refresh(self, side: Side, moments: Moments, damping: Damping, like: Tensor) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""

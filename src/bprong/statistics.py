@@ -91,17 +91,15 @@ class Statistics:
         if self.schedule.wanted:
             self._observed.append((x, y))
 
-    def refresh_if_due(self, centred: Centred, carry: Callable[[Layer, Tensor | None], None]) -> None:
+    def refresh(self, centred: Centred, carry: Callable[[Layer, Tensor | None], None]) -> None:
         """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
         schedule = self.schedule
-        if not schedule.wanted or not centred:
+        if not centred:
             return
         with self.watch.on("statistics"):
             measured = self._measure(centred)
             for name, m in measured.items():
-                for side, seen in (("forward", m.z), ("backward", m.delta)):
-                    if seen is not None:
-                        self.layers[name].look(side, seen)  # type: ignore[arg-type]
+                self.layers[name].look(m.z, m.delta)
             schedule.average_(measured)
         with self.watch.on("factorisation"):
             for side in schedule.due:
