@@ -60,3 +60,14 @@ def spd(d: int, seed: int = 0, condition: float = 100.0) -> Tensor:
     Q, _ = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=generator))
     eigenvalues = torch.logspace(0, -float(np.log10(condition)), d, dtype=torch.float64)
     return (Q * eigenvalues) @ Q.T
+
+
+class Idle(nn.Module):
+    """Two layers, one of which is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.used(x)

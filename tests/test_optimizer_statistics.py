@@ -12,7 +12,7 @@ from torch import nn
 
 import bprong
 from bprong.schedule import PATIENCE, WhiteningWarning
-from helpers import assert_close, classification, mlp, snapshot
+from helpers import Idle, assert_close, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
 
@@ -370,14 +370,6 @@ def test_an_auxiliary_head_is_whitened_forward_only_and_said_so():
 
 
 def test_prong_with_an_offset_checks_its_first_refresh_too():
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
     x, y = classification(20, 5, 3, dtype=torch.float32)
     model = Idle()
     optimizer = bprong.PRONG(model, lr=0.1, every=5, options={"forward_offset": 2})

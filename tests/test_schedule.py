@@ -15,7 +15,7 @@ import bprong
 import bprong.rewhitening
 from bprong.schedule import PATIENCE, WhiteningWarning, mixed
 from bprong.whitening import Whitener, WhiteningError
-from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
+from helpers import Idle, assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 
 NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
@@ -229,14 +229,6 @@ def test_a_rewhitening_that_would_change_the_outputs_is_rolled_back(matrix, mess
 
 
 def test_a_layer_that_is_never_called_is_named():
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
     model = bprong.whiten_(Idle())
     rewhitening = bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), **NOW)
     x = torch.randn(8, 5)
