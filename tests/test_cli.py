@@ -152,3 +152,18 @@ def test_the_report_says_how_this_data_was_scaled(tmp_path):
     config = json.loads((out / "run.json").read_text())["config"]
     assert config["input_scaling"] == "pixels divided by 16, not centred"
     assert config["statistics"].startswith("1437 training examples")
+
+
+def test_mnist_is_looked_for_in_the_directory_given_first(tmp_path, monkeypatch, capsys):
+    from bprong.experiments import mnist
+
+    monkeypatch.setenv("BPRONG_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(mnist, "MIRRORS", ())
+    monkeypatch.setattr(mnist.shutil, "which", lambda name: None)
+    arguments = ["reproduce", "--data", "mnist", "--look-in", str(tmp_path / "mine"), "--out", str(tmp_path / "run")]
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    tried = [line for line in said.err.splitlines() if line.startswith("  ")]
+    assert tried[0].startswith(f"  directory {tmp_path / 'mine'}")
+    assert tried[1].startswith("  cache")
+    assert not (tmp_path / "run").exists()

@@ -15,16 +15,51 @@ from bprong.schedule import PATIENCE, WhiteningWarning
 from helpers import Idle, assert_close, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
+LOSSES = {
+    "categorical": F.cross_entropy,
+    "bernoulli": lambda output, y: F.binary_cross_entropy_with_logits(output, F.one_hot(y, 3).to(output.dtype)),
+}
 
-def test_observe_and_empirical_labels():
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("likelihood", LOSSES)
+def test_the_datas_targets_come_from_observe_or_from_the_gradient_at_the_output(likelihood, scale):
+    """However the user's loss is reduced or scaled: only where the gradient is least, or negative, is read."""
     x, y = classification(20, 5, 3)
+    found = []
+    for observed in (True, False):
+        torch.manual_seed(1)
+        model = mlp(5, 4, 3)
+        options = {"fisher": "empirical", "average": 0.0}
+        optimizer = bprong.BPRONG(model, lr=0.1, likelihood=likelihood, options=options)
+        if observed:
+            optimizer.observe(x, y if likelihood == "categorical" else F.one_hot(y, 3))
+        (scale * LOSSES[likelihood](model(x), y)).backward()
+        optimizer.step()
+        found.append([optimizer.statistics.layers[name].RR for name in ("0", "2")])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert_close(ours, expected, 1e-12)
+
+
+def test_positions_that_the_loss_ignores_are_not_targets():
+    x, y = classification(20, 5, 3)
+    y[::3] = -100
     model = mlp(5, 3)
     optimizer = bprong.BPRONG(model, lr=0.1, options={"fisher": "empirical", "average": 0.0})
-    optimizer.observe(x, y)
+    with torch.no_grad():
+        p = model(x).softmax(-1)
     train(model, optimizer, [(x, y)])
-    start = mlp(5, 3)
-    with pytest.raises(ValueError, match="give y with the batch"):
-        train(start, bprong.BPRONG(start, options={"fisher": "empirical"}), [(x, y)])
+    delta = (p - F.one_hot(y.clamp(min=0), 3)) * (y >= 0)[:, None]
+    assert_close(optimizer.statistics.layers["0"].moments["backward"].second, delta.T @ delta / 20, 1e-12)
+
+
+def test_gaussian_targets_cannot_be_read_off_a_gradient_of_unknown_scale():
+    x, _ = classification(20, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, likelihood="gaussian", options={"fisher": "empirical"})
+    F.mse_loss(model(x), torch.zeros(20, 3, dtype=torch.float64)).backward()
+    with pytest.raises(ValueError, match="cannot be read off the gradients of Gaussian: give them"):
+        optimizer.step()
 
 
 def test_training_in_eval_mode_asks_for_observe():

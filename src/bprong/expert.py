@@ -16,7 +16,8 @@ __all__ = ["Expert"]
 class Expert:
     """Expert settings of an optimizer, given as `options={…}`.
 
-    fisher            targets behind D: "sampled", "exact" or "empirical" (the data's; then `observe(x, y)`)
+    fisher            targets behind D: "sampled", "exact" or "empirical" (the data's: from `observe(x, y)`, or, for
+                      classes and bits, read off the gradient at the model's output)
     forward_every, forward_offset, backward_every, backward_offset
                       the paper's τ₁, c₁, τ₂, c₂; by default both sides together, every `every` steps
     average           what the running average of the statistics keeps at each new measurement; 0: no average

@@ -20,6 +20,9 @@ from torch import Tensor
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_of"]
 
 
+IGNORED = -100  # torch's own mark of a class index that the loss leaves out
+
+
 class Likelihood(ABC):
     """A distribution of targets given a network's output. Subclass it for your own; `nll` and `sample` are enough.
 
@@ -64,6 +67,10 @@ class Likelihood(ABC):
         """Raises ValueError where y cannot be targets for this output."""
         if len(y) != len(output):
             raise ValueError(f"{len(y)} targets were given for a batch of {len(output)}")
+
+    def targets_behind(self, gradient: Tensor) -> Tensor:
+        """The data's targets, read off the gradient that the user's loss left at the output, whatever its scale."""
+        raise ValueError(f"targets cannot be read off the gradients of {type(self).__name__}: give them, observe(x, y)")
 
     def total_nll(self, output: Tensor, y: Tensor) -> Tensor:
         """The sum over targets, so that errors stay per example however the user's own loss is reduced."""
@@ -111,10 +118,16 @@ class Categorical(Likelihood):
                 f"categorical targets for an output of shape {tuple(output.shape)} are class indices of shape "
                 f"{tuple(output.shape[:-1])}, not {y.dtype} of shape {tuple(y.shape)}"
             )
-        if y.min() < 0 or y.max() >= output.shape[-1]:
+        classes = y[y != IGNORED]
+        if classes.numel() and (classes.min() < 0 or classes.max() >= output.shape[-1]):
             raise ValueError(
-                f"class indices must lie in 0 … {output.shape[-1] - 1}; these lie in {int(y.min())} … {int(y.max())}"
+                f"class indices must lie in 0 … {output.shape[-1] - 1}; "
+                f"these lie in {int(classes.min())} … {int(classes.max())}"
             )
+
+    def targets_behind(self, gradient: Tensor) -> Tensor:
+        """∝ p − e_y: y is where it is least. A row of zeros is one the loss left out, or one with p = e_y."""
+        return gradient.argmin(dim=-1).masked_fill((gradient == 0).all(dim=-1), IGNORED)
 
 
 class _Elementwise(Likelihood):
@@ -163,6 +176,10 @@ class Bernoulli(_Elementwise):
     def curvature(self, output: Tensor) -> Tensor:
         p = output.sigmoid()
         return p * (1 - p)
+
+    def targets_behind(self, gradient: Tensor) -> Tensor:
+        """∝ p − y, so negative just where y is one; for targets between 0 and 1 give them, observe(x, y)."""
+        return (gradient < 0).to(gradient.dtype)
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         super().check_targets(output, y)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from bprong.recording import Arguments
+from bprong.recording import Arguments, tensor_of
 
 __all__ = ["Listener", "copied"]
 
@@ -19,32 +19,44 @@ class Listener:
 
     Calls in eval mode or without gradients are validation and are not kept. The calls form a chain rather than a list,
     because torch.compile traces this hook and would compile anew for each length of a list.
+
+    errors: keep the gradient that the user's own backward pass leaves at the output of each call, too
     """
 
     paused = False  # for all listeners alike: a pass that measures is nobody's training
 
-    def __init__(self, wanted: bool = True, inert: bool = False) -> None:
-        self.wanted, self.inert = wanted, inert
+    def __init__(self, wanted: bool = True, errors: bool = False, inert: bool = False) -> None:
+        self.wanted, self.errors, self.inert = wanted, errors, inert
         self.last: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.wanted and not Listener.paused and module.training and torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
                 args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # containers of their own
-            self.last = (args, kwargs, _versions((args, kwargs)), self.last)
+            self.last = (args, kwargs, _versions((args, kwargs)), [], self.last)
 
-    def take(self) -> list[Arguments]:
-        """The calls kept, in their order; they are forgotten. Raises if a batch has been written to since its call."""
-        kept: list[Arguments] = []
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The call has returned: its gradient will go where the call is kept."""
+        if self.wanted and not Listener.paused and module.training and self.last is not None:
+            tensor, gradients = tensor_of(output), self.last[3]
+            if tensor.requires_grad:
+                tensor.register_hook(lambda g: gradients.append(g.detach()))  # type: ignore[no-untyped-call]
+
+    def take(self) -> list[tuple[Arguments, Tensor | None]]:
+        """The calls kept, in their order, each with the gradient at its output if that was listened for.
+
+        They are forgotten. Raises if a batch has been written to since its call.
+        """
+        kept: list[tuple[Arguments, Tensor | None]] = []
         link, self.last = self.last, None
         while link is not None:
-            args, kwargs, versions, link = link
+            args, kwargs, versions, gradients, link = link
             if versions is not None and versions != _versions((args, kwargs)):
                 raise RuntimeError(
                     "the batch was changed in place between the model's call and the step, so it cannot be measured: "
                     "give a copy that stays, optimizer.observe(x.clone()), before it is changed"
                 )
-            kept.append(Arguments(args, kwargs))
+            kept.append((Arguments(args, kwargs), gradients[-1] if gradients else None))
         return kept[::-1]
 
     def attach(self, model: nn.Module, owner: object) -> None:
@@ -52,15 +64,17 @@ class Listener:
         for key, hook in list(model._forward_pre_hooks.items()):
             if isinstance(hook, Listener) and hook.inert:
                 del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-        handle = model.register_forward_pre_hook(self, with_kwargs=True)
-        weakref.finalize(owner, handle.remove)
+        handles = [model.register_forward_pre_hook(self, with_kwargs=True)]
+        handles += [model.register_forward_hook(self.after)] if self.errors else []
+        for handle in handles:
+            weakref.finalize(owner, handle.remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
         """A copied model has no optimizer of its own: its copy of the hook keeps nothing."""
         return Listener(wanted=False, inert=True)
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[bool, bool]]:
-        return Listener, (False, True)
+    def __reduce__(self) -> tuple[type[Listener], tuple[bool, bool, bool]]:
+        return Listener, (False, False, True)
 
 
 def _versions(batch: Any) -> list[int] | None:

@@ -72,7 +72,7 @@ class Statistics:
         self._listen()
 
     def _listen(self) -> None:
-        self._listener = Listener(wanted=bool(self.schedule.wanted))
+        self._listener = Listener(bool(self.schedule.wanted), errors=self.schedule.settings.fisher == "empirical")
         self._listener.attach(self.root, self)
 
     def advance(self) -> None:
@@ -107,7 +107,10 @@ class Statistics:
                     self._refresh(self.layers[name], side, m, carry)
 
     def _measure(self, centred: Centred) -> dict[str, Measured]:
-        batches = self._observed or [(call, None) for call in self._listener.take()]
+        batches = self._observed or [
+            (call, None if gradient is None else self._likelihood.targets_behind(gradient))
+            for call, gradient in self._listener.take()
+        ]
         passes = self._recorded or [self._pass(i, x, y, centred) for i, (x, y) in enumerate(batches)]
         if not passes:
             raise RuntimeError(

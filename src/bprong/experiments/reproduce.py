@@ -30,14 +30,19 @@ SETTINGS = {
 }
 
 
-def reproduce(config: Config, source: str, out: Path, resume: bool, threads: int) -> list[Row]:
-    """Runs the experiment and leaves results.csv, run.json, the figures and report.html in `out`."""
+def reproduce(
+    config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None = None
+) -> list[Row]:
+    """Runs the experiment and leaves results.csv, run.json, the figures and report.html in `out`.
+
+    MNIST is looked for in `directory` first.
+    """
     if out.exists() and not out.is_dir():
         raise OutError(f"{out} is a file; --out takes a folder")
     if (out / "results.csv").exists() and not resume:
         raise OutError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
     prepare(threads)
-    data = load(source, say=print)
+    data = load(source, directory=directory, say=print)
     with progress_for(config.methods, config.seeds, config.epochs) as progress:
         rows = run(config, data, out, progress, resume)
     record = describe(config, data, rows, threads)
