@@ -337,8 +337,11 @@ def test_a_gradient_that_is_not_finite(bad):
     before, state = snapshot(model), copy.deepcopy(optimizer.state_dict())
     F.cross_entropy(model(x), y).backward()
     model[2].weight.grad[0, 0] = bad
-    with pytest.warns(WhiteningWarning, match=r"step 2 refused: the gradient of 2.weight is not finite; nothing"):
+    with pytest.warns(
+        WhiteningWarning, match=r"step 2 refused: the gradient of 2.weight is not finite; nothing"
+    ) as said:
         optimizer.step()
+    assert said[0].filename == __file__  # the line to look at is the user's
     assert_unchanged(before, snapshot(model))
     assert str(optimizer.state_dict()) == str(state)
     with warnings.catch_warnings():

@@ -134,7 +134,8 @@ class BPRONG(Optimizer):
         message = f"step {self.statistics.schedule.t} refused: the gradient of {', '.join(bad)} is not finite"
         if self._refused >= PATIENCE:
             raise FloatingPointError(f"{message} ({PATIENCE} times in a row)")
-        warnings.warn(f"{message}; nothing was changed", WhiteningWarning, stacklevel=4)
+        # past torch's two wrappers of step(), to the line that called it
+        warnings.warn(f"{message}; nothing was changed", WhiteningWarning, stacklevel=5)
         return False
 
     def _apply(self, groups: Mapping[Tensor, Group]) -> None:

@@ -109,6 +109,7 @@ def _npz_arrays(path: Path) -> Arrays:
         require(size <= OWN_LIMIT, f"unpacks to {size} bytes, of which at most {OWN_LIMIT} are read")
         with np.load(path, allow_pickle=False) as arrays:
             return {key: (arrays[key], f"{path}: {key}") for key in FILES}
+    # numpy and zipfile each have their own ways to fail on a file: NotImplementedError is an unknown compression.
     except (*UNREADABLE, KeyError, ValueError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: {error}; plain numeric arrays {', '.join(FILES)} are required") from error
 
