@@ -202,12 +202,18 @@ def test_the_report_is_plain_data_and_prints_as_a_table():
         ({"options": {"examples": 0}}, "'examples'. must be a whole number, of at least 1"),
         ({"options": {"seed": "a"}}, "'seed'. must be a whole number"),
         ({"options": {"average": None}}, "average must be a finite number"),
-        ({"max_step": 0}, "max_step must be"),
+        ({"max_step": 0}, "max_step must be a finite number above 0, not 0"),
     ],
 )
 def test_bad_arguments_are_answered_by_what_is_allowed(arguments, message):
     with pytest.raises(ValueError, match=message):
         bprong.BPRONG(mlp(5, 3), **arguments)
+
+
+def test_zero_is_no_bound_where_denormals_are_flushed_either():
+    torch.set_flush_denormal(True)
+    with pytest.raises(ValueError, match="max_step must be"):
+        bprong.BPRONG(mlp(5, 3), max_step=0)
 
 
 def test_at_most_twelve_arguments():

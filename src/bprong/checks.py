@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bprong.convert import is_wrapper
 from bprong.layers import WhitenedLinear
 
-__all__ = ["averaging", "check_parameters", "number", "one_of", "pair", "period", "refuse_distributed"]
+__all__ = ["averaging", "check_parameters", "number", "one_of", "pair", "period", "positive", "refuse_distributed"]
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
@@ -66,6 +66,13 @@ def number(kind: str, value: float, least: float, below: float = math.inf) -> fl
     if not (isinstance(value, numbers.Real) and least <= value < below):
         limit = "" if below == math.inf else f" and less than {below:g}"
         raise ValueError(f"{kind} must be a finite number of at least {least:g}{limit}, not {value!r}")
+    return float(value)
+
+
+def positive(kind: str, value: float) -> float:
+    """A finite number above zero; not by the smallest float, which is zero where denormals are flushed."""
+    if number(kind, value, 0) == 0:
+        raise ValueError(f"{kind} must be a finite number above 0, not {value!r}")
     return float(value)
 
 

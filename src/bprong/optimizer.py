@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.checks import number, refuse_distributed
+from bprong.checks import number, positive, refuse_distributed
 from bprong.expert import Expert
 from bprong.fallback import adam_step_
 from bprong.likelihood import Likelihood
@@ -87,7 +87,7 @@ class BPRONG(Optimizer):
             "lr": number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1), "nesterov": nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }  # fmt: skip
-        self._max_step = None if max_step is None else number("max_step", max_step, math.ulp(0.0))
+        self._max_step = None if max_step is None else positive("max_step", max_step)
         expert = Expert.of(options)
         settings = expert.settings(every, forward_damping, backward_damping)
         self.statistics = Statistics(model, likelihood, settings, expert.examples, self._backward)
