@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "error_moments", "input_moments", "rows_of", "wide", "widened"]
+__all__ = ["Moments", "count_moments", "error_moments", "input_moments", "outer", "rows_of", "wide", "widened"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Moments:
     weight:   what the scatter is divided by: rows for z, targets drawn for δ; a real number, so that it can decay
     mean:     (d,) E[z], or None where nothing is centred (δ, and z of a layer without a trainable bias)
     scatter:  (d, d) Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ where nothing is centred
+
+    Where a side is measured in blocks (`blocks.py`) both have a leading dimension for them: (n, d) and (n, d, d).
     """
 
     weight: float
@@ -30,7 +32,7 @@ class Moments:
 
     @property
     def second(self) -> Tensor:
-        """Ž or D: the scatter per unit of weight, (d, d)."""
+        """Ž or D: the scatter per unit of weight, shaped like it."""
         return self.scatter / self.weight
 
     @property
@@ -49,7 +51,7 @@ class Moments:
         apart = other.mean - self.mean
         # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
         mean = self.mean + apart * (other.weight / weight)
-        scatter = scatter + torch.outer(apart, apart) * (self.weight * other.weight / weight)
+        scatter = scatter + outer(apart, apart) * (self.weight * other.weight / weight)
         return Moments(weight, mean, scatter)
 
     def overlay(self, other: Moments) -> Moments:
@@ -63,40 +65,57 @@ class Moments:
         return Moments(self.weight * keep, self.mean, self.scatter * keep)
 
 
-def input_moments(z: Tensor, centre: bool = True) -> Moments:
-    """c and Ž from a batch of layer inputs z (..., d); every row counts once.
+def input_moments(z: Tensor, centre: bool = True, blocks: int = 0) -> Moments:
+    """c and Ž from a batch of layer inputs z (..., d), or (..., blocks, d); every row counts once.
 
     >>> m = input_moments(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
     >>> m.mean.tolist(), m.second.tolist()
     ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
     """
-    rows = rows_of(z)
+    rows = rows_of(z, blocks)
     if not centre:
-        return Moments(float(len(rows)), None, rows.T @ rows)
+        return Moments(float(len(rows)), None, _scatter(rows))
     # The first row as the origin: constant features then have a variance of exactly zero, not one of rounding.
     shifted = rows - rows[0]
     shift = shifted.mean(dim=0)
     shifted -= shift
-    return Moments(float(len(rows)), rows[0] + shift, shifted.T @ shifted)
+    return Moments(float(len(rows)), rows[0] + shift, _scatter(shifted))
 
 
-def error_moments(delta: Tensor, targets: int) -> Moments:
+def error_moments(delta: Tensor, targets: int, blocks: int = 0) -> Moments:
     """D from errors δ (..., d) of a *summed* negative log-likelihood: rows are summed, the sum divided by `targets`.
 
     Where one weight acts at many positions, an example's score is the sum over positions, and with it the Fisher
     matrix: averaging over positions instead would lose a factor of their number.
     """
-    rows = rows_of(delta)
-    return Moments(float(targets), None, rows.T @ rows)
+    return Moments(float(targets), None, _scatter(rows_of(delta, blocks)))
 
 
-def rows_of(values: Tensor) -> Tensor:
-    """(..., d) → (rows, d) in float64, detached, never sharing memory with `values`."""
+def count_moments(indices: Tensor, features: int) -> Moments:
+    """Ž of one-hot inputs, from where their ones are: diagonal, so `features` blocks of one coordinate each."""
+    counts = torch.bincount(indices.flatten(), minlength=features).to(torch.float64)
+    return Moments(float(indices.numel()), None, counts.view(-1, 1, 1))
+
+
+def _scatter(rows: Tensor) -> Tensor:
+    """Σ over rows of their outer products, block by block: (rows, d) → (d, d), (rows, n, d) → (n, d, d)."""
+    if rows.shape[-1] == 1:
+        return rows.square().sum(dim=0).unsqueeze(-1)
+    return rows.T @ rows if rows.ndim == 2 else rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """abᵀ, of every block where there are several."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+def rows_of(values: Tensor, blocks: int = 0) -> Tensor:
+    """(..., d) → (rows, d), or (..., blocks, d) → (rows, blocks, d): float64, detached, a copy."""
     if values.ndim < 1 or values.numel() == 0:
         raise ValueError(
             f"moments need at least one row of at least one feature, not a tensor of {tuple(values.shape)}"
         )
-    return wide(values).reshape(-1, values.shape[-1])
+    return wide(values).reshape(-1, *values.shape[-2 if blocks else -1 :])
 
 
 def wide(values: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from bprong.moments import outer
+
 __all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "inverse", "rank", "whitener"]
 
 Factorisation = Literal["eigh", "cholesky", "symmetric"]
@@ -53,8 +55,8 @@ class Damping:
         return value if isinstance(value, Damping) else cls(value)
 
     def scale(self, second: Tensor) -> Tensor:
-        """The unit of the damping for each coordinate, (d,)."""
-        variance = second.diagonal()
+        """The unit of the damping for each coordinate, (d,), or (n, d) of n blocks."""
+        variance = second.diagonal(dim1=-2, dim2=-1)
         if self.relative_to == "mean":
             variance = variance.mean().expand_as(variance)
         unit = torch.ones_like(variance)
@@ -70,6 +72,8 @@ class Whitener:
     damping:  (d,) what was added to the diagonal
     second:   (d, d) the moment that was whitened
     scaled:   (d, d) the same in the units of the damping, which is what was factored
+
+    Of a side in blocks each has a leading dimension for them.
     """
 
     matrix: Tensor
@@ -87,7 +91,7 @@ class Whitener:
 
 
 def whitener(second: Tensor, damping: float | Damping = 0.0, factorisation: Factorisation = "eigh") -> Whitener:
-    """The whitener of a second moment (d, d), float64.
+    """The whitener of a second moment (d, d), or of n at once (n, d, d), float64.
 
     Raises WhiteningError if the moment is not finite, or has no full rank and no damping.
 
@@ -105,10 +109,12 @@ def whitener(second: Tensor, damping: float | Damping = 0.0, factorisation: Fact
     # which stays well conditioned when features differ by many orders of magnitude.
     unit = scale.sqrt()
     with _failures_named():
-        scaled = second / torch.outer(unit, unit)
+        scaled = second / outer(unit, unit)
         matrix, inverse, spectrum = _ROOTS[factorisation](scaled, damped.value)
     _check_finite(matrix, inverse)
-    return Whitener(matrix / unit, inverse * unit[:, None], damped.value * scale, second, scaled, spectrum)
+    return Whitener(
+        matrix / unit.unsqueeze(-2), inverse * unit.unsqueeze(-1), damped.value * scale, second, scaled, spectrum
+    )
 
 
 def inverse(second: Tensor, damping: float | Damping = 0.0) -> Tensor:
@@ -119,14 +125,14 @@ def inverse(second: Tensor, damping: float | Damping = 0.0) -> Tensor:
     """
     second, damped = _symmetrised(second), Damping.of(damping)
     unit = damped.scale(second).sqrt()
-    scaled = second / torch.outer(unit, unit)
+    scaled = second / outer(unit, unit)
     L = _cholesky_factor(scaled, damped.value)
     with _failures_named():
         if L is None:
             U = _eigh(scaled, damped.value)[0]
-        found = torch.cholesky_inverse(L) if L is not None else U.T @ U
+        found = torch.cholesky_inverse(L) if L is not None else U.mT @ U
     _check_finite(found)
-    return found / torch.outer(unit, unit)
+    return found / outer(unit, unit)
 
 
 @contextmanager
@@ -150,14 +156,14 @@ def _eigh(second: Tensor, epsilon: float) -> Root:
     eigenvalues, P = torch.linalg.eigh(second)
     root = _damped(eigenvalues, epsilon).sqrt()
     P = P * _signs(P)
-    return P.T / root[:, None], P * root, eigenvalues
+    return P.mT / root.unsqueeze(-1), P * root.unsqueeze(-2), eigenvalues
 
 
 def _symmetric(second: Tensor, epsilon: float) -> Root:
     """The symmetric root: U = P (Λ+ε)^(-1/2) Pᵀ, the whitening closest to doing nothing."""
     eigenvalues, P = torch.linalg.eigh(second)
     root = _damped(eigenvalues, epsilon).sqrt()
-    return (P / root) @ P.T, (P * root) @ P.T, eigenvalues
+    return (P / root.unsqueeze(-2)) @ P.mT, (P * root.unsqueeze(-2)) @ P.mT, eigenvalues
 
 
 def _cholesky(second: Tensor, epsilon: float) -> Root:
@@ -165,37 +171,40 @@ def _cholesky(second: Tensor, epsilon: float) -> Root:
     L = _cholesky_factor(second, epsilon)
     if L is None:
         return _eigh(second, epsilon)
-    identity = torch.eye(len(second), dtype=second.dtype, device=second.device)
-    return torch.linalg.solve_triangular(L, identity, upper=False), L, None
+    return torch.linalg.solve_triangular(L, _identity(second), upper=False), L, None
 
 
 def _cholesky_factor(second: Tensor, epsilon: float) -> Tensor | None:
     """L with Ž+ε = LLᵀ, or None where there is none to float64's precision."""
-    identity = torch.eye(len(second), dtype=second.dtype, device=second.device)
-    L, failed = torch.linalg.cholesky_ex(second + epsilon * identity)
+    L, failed = torch.linalg.cholesky_ex(second + epsilon * _identity(second))
     # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is looked at.
-    return None if failed or L.diagonal().min() ** 2 <= _rounding(L.diagonal() ** 2) else L
+    pivots = L.diagonal(dim1=-2, dim2=-1) ** 2
+    return None if failed.any() or (pivots.amin(dim=-1) <= _rounding(pivots)).any() else L
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 _ROOTS: dict[str, Callable[[Tensor, float], Root]] = {"eigh": _eigh, "cholesky": _cholesky, "symmetric": _symmetric}
 
 
 def _symmetrised(second: Tensor) -> Tensor:
-    if second.ndim != 2 or second.shape[0] != second.shape[1] or second.shape[0] == 0:
+    if second.ndim not in (2, 3) or second.shape[-2] != second.shape[-1] or second.numel() == 0:
         raise ValueError(f"a second moment is a square matrix, not a tensor of {tuple(second.shape)}")
     # LAPACK's eigh returns numbers for NaN input without complaint, so finiteness is tested here.
     if not torch.isfinite(second).all():
         raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")
     second = second.to(torch.float64)
-    return (second + second.T) / 2
+    return (second + second.mT) / 2
 
 
 def _damped(eigenvalues: Tensor, epsilon: float) -> Tensor:
     """Λ + ε, with the negative eigenvalues that rounding leaves in a rank-deficient moment taken as zero."""
     damped = eigenvalues.clamp(min=0) + epsilon
-    if damped.min() <= _rounding(damped):
+    if (damped.amin(dim=-1) <= _rounding(damped)).any():
         raise WhiteningError(
-            f"the statistics span {_rank(eigenvalues)} of {len(eigenvalues)} directions and the damping "
+            f"the statistics span {_rank(eigenvalues)} of {eigenvalues.numel()} directions and the damping "
             f"({epsilon:g}) is too small to fill the others; give a larger damping"
         )
     return damped
@@ -207,15 +216,15 @@ def rank(second: Tensor) -> int:
 
 
 def _rank(eigenvalues: Tensor) -> int:
-    return int((eigenvalues > _rounding(eigenvalues)).sum())
+    return int((eigenvalues > _rounding(eigenvalues).unsqueeze(-1)).sum())
 
 
 def _rounding(eigenvalues: Tensor) -> Tensor:
-    """What cannot be told from zero beside the largest eigenvalue in float64, as in numpy's matrix_rank."""
-    return eigenvalues.max().clamp(min=0) * len(eigenvalues) * torch.finfo(torch.float64).eps
+    """What cannot be told from zero beside a block's largest eigenvalue in float64, as in numpy's matrix_rank."""
+    return eigenvalues.amax(dim=-1).clamp(min=0) * eigenvalues.shape[-1] * torch.finfo(torch.float64).eps
 
 
 def _signs(P: Tensor) -> Tensor:
     """±1 for each column: its largest entry is made positive, so that equal statistics give an equal U."""
-    largest = P.gather(0, P.abs().argmax(dim=0, keepdim=True))
+    largest = P.gather(-2, P.abs().argmax(dim=-2, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(P)
