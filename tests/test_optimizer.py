@@ -170,19 +170,19 @@ def test_dropout_batchnorm_layernorm():
 
 
 def test_parameters_that_are_not_covered():
-    """Norm scales, embeddings, bare parameters: Adam's rule at a tenth of lr, and the report says so."""
+    """Norm scales, bags of embeddings, bare parameters: Adam's rule at a tenth of lr, and the report says so."""
 
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.norm, self.out = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+            self.embed, self.norm, self.out = nn.EmbeddingBag(7, 4), nn.LayerNorm(4), nn.Linear(4, 3)
             self.gain = nn.Parameter(torch.ones(4))
 
         def forward(self, tokens):
             return self.out(self.norm(self.embed(tokens)) * self.gain)
 
     model, adam = Mixed(), None
-    tokens, y = torch.randint(7, (20,)), torch.randint(3, (20,))
+    tokens, y = torch.randint(7, (20, 2)), torch.randint(3, (20,))
     optimizer = bprong.BPRONG(model, lr=0.05)
     uncovered = ("embed.weight", "norm.weight", "norm.bias", "gain")
     shadow = copy.deepcopy(model)
@@ -198,7 +198,8 @@ def test_parameters_that_are_not_covered():
         assert_close(model.get_parameter(name), shadow.get_parameter(name), 1e-5, name)
     report = optimizer.report()
     assert report.fallback == {
-        "gain": "in Mixed", "embed.weight": "in Embedding", "norm.weight": "in LayerNorm", "norm.bias": "in LayerNorm"
+        "gain": "in Mixed", "embed.weight": "in EmbeddingBag",
+        "norm.weight": "in LayerNorm", "norm.bias": "in LayerNorm",
     }  # fmt: skip
     assert "by Adam's rule: gain (in Mixed)" in str(report)
 
@@ -283,7 +284,7 @@ def test_a_layer_that_receives_no_statistics():
             self.called, self.read = nn.Linear(5, 4), nn.Linear(4, 3)
 
         def forward(self, x):
-            return F.linear(self.called(x), self.read.weight, self.read.bias)
+            return self.called(x) @ self.read.weight.T + self.read.bias
 
     model = Functional()
     x, y = classification(20, 5, 3, dtype=torch.float32)

@@ -15,7 +15,17 @@ from torch.optim import Optimizer
 from bprong.convert import is_wrapper
 from bprong.layers import WhitenedLinear
 
-__all__ = ["averaging", "check_parameters", "number", "one_of", "pair", "period", "positive", "refuse_distributed"]
+__all__ = [
+    "averaging",
+    "check_parameters",
+    "number",
+    "one_of",
+    "pair",
+    "period",
+    "positive",
+    "refuse_distributed",
+    "whole",
+]
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
@@ -74,6 +84,13 @@ def positive(kind: str, value: float) -> float:
     if number(kind, value, 0) == 0:
         raise ValueError(f"{kind} must be a finite number above 0, not {value!r}")
     return float(value)
+
+
+def whole(kind: str, value: int, least: int) -> int:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{kind} must be a whole number, of at least {least}, not {value!r}")
+    return value
 
 
 def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:

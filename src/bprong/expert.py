@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from bprong.blocks import MAX_DIM
+from bprong.checks import one_of, whole
 from bprong.schedule import Settings
 from bprong.whitening import Damping
 
@@ -24,6 +26,8 @@ class Expert:
     record_every      measure, without refreshing, every so many steps too
     examples          measure on this many examples of a batch at most
     seed              of the targets drawn; by default torch's initial seed
+    max_dim           sides with more features than this are whitened in blocks, or by the channels of a convolution
+    channels          whiten the inputs of convolutions by their channels alone, whatever their size
     """
 
     fisher: str = "sampled"
@@ -35,6 +39,8 @@ class Expert:
     record_every: int | None = None
     examples: int | None = None
     seed: int | None = None
+    max_dim: int = MAX_DIM
+    channels: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Expert:
@@ -43,10 +49,10 @@ class Expert:
         if unknown:
             raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}")
         expert = cls(**options or {})
-        for name in ("examples", "seed"):
-            value = getattr(expert, name)
-            if value is not None and not (isinstance(value, int) and value >= (1 if name == "examples" else 0)):
-                raise ValueError(f"options[{name!r}] must be a whole number, of at least 1 for examples, not {value!r}")
+        for name, least in (("examples", 1), ("seed", 0), ("max_dim", 1)):
+            if getattr(expert, name) is not None:
+                whole(f"options[{name!r}]", getattr(expert, name), least)
+        one_of("options['channels']", expert.channels, (False, True))
         return expert
 
     def settings(self, every: int, forward_damping: float | Damping, backward_damping: float | Damping) -> Settings:

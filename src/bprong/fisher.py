@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from bprong.layers import WhitenedLinear
 from bprong.likelihood import Likelihood, likelihood_of
 from bprong.moments import Moments, wide
-from bprong.recording import Call, errors_of, observed, record, roots_of
+from bprong.recording import errors_of, observed, record, roots_of
+from bprong.taps import Call
 
 __all__ = [
     "Factors",

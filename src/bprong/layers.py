@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bprong.blocks import Blocks
 from bprong.coordinates import BackwardChange, Change, ForwardChange, Pair
 from bprong.moments import wide, widened
 
@@ -103,6 +104,19 @@ class WhitenedLinear(nn.Module):
         """b = Rᵀ b† − W c, as `weight`; None without one."""
         b = self._ordinary()[1]
         return None if b is None else b.to(self.weight_dagger)
+
+    geometry = None
+
+    @property
+    def forward_blocks(self) -> Blocks:
+        return Blocks(self.in_features)
+
+    @property
+    def backward_blocks(self) -> Blocks:
+        return Blocks(self.out_features)
+
+    def padded(self, z: Tensor) -> Tensor:
+        return z
 
     @property
     def centred(self) -> bool:

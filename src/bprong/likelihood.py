@@ -68,6 +68,21 @@ class Likelihood(ABC):
         if len(y) != len(output):
             raise ValueError(f"{len(y)} targets were given for a batch of {len(output)}")
 
+    def counted(self, output: Tensor, y: Tensor | None, seen: Tensor | None = None) -> Tensor | None:
+        """Which targets the loss counts, (targets,); None: all of them.
+
+        seen: where the gradient at the output is not zero, the last dimension apart; used where y does not tell.
+        """
+        mask = self.left_in(y) if isinstance(y, Tensor) else seen
+        if mask is None or mask.numel() % self.targets(output):
+            return None
+        mask = mask.reshape(self.targets(output), -1).any(dim=1)
+        return None if mask.all() or not mask.any() else mask
+
+    def left_in(self, y: Tensor) -> Tensor | None:
+        """Which of the data's targets are not marked as left out; None where there is no such mark."""
+        return None
+
     def targets_behind(self, gradient: Tensor) -> Tensor:
         """The data's targets, read off the gradient that the user's loss left at the output, whatever its scale."""
         raise ValueError(f"targets cannot be read off the gradients of {type(self).__name__}: give them, observe(x, y)")
@@ -124,6 +139,9 @@ class Categorical(Likelihood):
                 f"class indices must lie in 0 … {output.shape[-1] - 1}; "
                 f"these lie in {int(classes.min())} … {int(classes.max())}"
             )
+
+    def left_in(self, y: Tensor) -> Tensor | None:
+        return y != IGNORED
 
     def targets_behind(self, gradient: Tensor) -> Tensor:
         """∝ p − e_y: y is where it is least. A row of zeros is one the loss left out, or one with p = e_y."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from bprong.recording import Arguments, tensor_of
 
-__all__ = ["Listener", "copied"]
+__all__ = ["Listener", "copied", "nonzero"]
+
+Read = Callable[[Tensor], Tensor]
 
 
 class Listener:
@@ -20,13 +23,13 @@ class Listener:
     Calls in eval mode or without gradients are validation and are not kept. The calls form a chain rather than a list,
     because torch.compile traces this hook and would compile anew for each length of a list.
 
-    errors: keep the gradient that the user's own backward pass leaves at the output of each call, too
+    read: what to keep of the gradient that the user's own backward pass leaves at the output of each call
     """
 
     paused = False  # for all listeners alike: a pass that measures is nobody's training
 
-    def __init__(self, wanted: bool = True, errors: bool = False, inert: bool = False) -> None:
-        self.wanted, self.errors, self.inert = wanted, errors, inert
+    def __init__(self, wanted: bool = True, read: Read | None = None) -> None:
+        self.wanted, self.read = wanted, read
         self.last: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,45 +39,56 @@ class Listener:
             self.last = (args, kwargs, _versions((args, kwargs)), [], self.last)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The call has returned: its gradient will go where the call is kept."""
-        if self.wanted and not Listener.paused and module.training and self.last is not None:
-            tensor, gradients = tensor_of(output), self.last[3]
+        """The call has returned: what is read off its gradient will go where the call is kept."""
+        if torch.compiler.is_compiling() or self.read is None or self.last is None:
+            return
+        if self.wanted and not Listener.paused and module.training:
+            tensor, read, found = tensor_of(output), self.read, self.last[3]
             if tensor.requires_grad:
-                tensor.register_hook(lambda g: gradients.append(g.detach()))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda g: found.append(read(g.detach())))  # type: ignore[no-untyped-call]
 
     def take(self) -> list[tuple[Arguments, Tensor | None]]:
-        """The calls kept, in their order, each with the gradient at its output if that was listened for.
+        """The calls kept, in their order, each with what was read off the gradient at its output.
 
         They are forgotten. Raises if a batch has been written to since its call.
         """
         kept: list[tuple[Arguments, Tensor | None]] = []
         link, self.last = self.last, None
         while link is not None:
-            args, kwargs, versions, gradients, link = link
+            args, kwargs, versions, found, link = link
             if versions is not None and versions != _versions((args, kwargs)):
                 raise RuntimeError(
                     "the batch was changed in place between the model's call and the step, so it cannot be measured: "
                     "give a copy that stays, optimizer.observe(x.clone()), before it is changed"
                 )
-            kept.append((Arguments(args, kwargs), gradients[-1] if gradients else None))
+            kept.append((Arguments(args, kwargs), found[-1] if found else None))
         return kept[::-1]
 
     def attach(self, model: nn.Module, owner: object) -> None:
         """Listens to the model as long as its owner lives; hooks of copies, which keep nothing, make way."""
         for key, hook in list(model._forward_pre_hooks.items()):
-            if isinstance(hook, Listener) and hook.inert:
+            if isinstance(hook, Listener) and hook.read is None:
                 del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-        handles = [model.register_forward_pre_hook(self, with_kwargs=True)]
-        handles += [model.register_forward_hook(self.after)] if self.errors else []
-        for handle in handles:
+        for key, hook in list(model._forward_hooks.items()):
+            listener = getattr(hook, "__self__", None)
+            if isinstance(listener, Listener) and listener.read is None:
+                del model._forward_hooks[key]
+        before = model.register_forward_pre_hook(self, with_kwargs=True)
+        after = model.register_forward_hook(self.after)
+        for handle in (before, after):
             weakref.finalize(owner, handle.remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
         """A copied model has no optimizer of its own: its copy of the hook keeps nothing."""
-        return Listener(wanted=False, inert=True)
+        return Listener(wanted=False)
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[bool, bool, bool]]:
-        return Listener, (False, False, True)
+    def __reduce__(self) -> tuple[type[Listener], tuple[bool]]:
+        return Listener, (False,)
+
+
+def nonzero(gradient: Tensor) -> Tensor:
+    """Which targets a loss counts: where its gradient is not zero, the last dimension apart."""
+    return (gradient != 0).any(dim=-1) if gradient.ndim > 1 else gradient != 0
 
 
 def _versions(batch: Any) -> list[int] | None:

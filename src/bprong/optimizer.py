@@ -24,6 +24,7 @@ from bprong.likelihood import Likelihood
 from bprong.reporting import Report
 from bprong.schedule import PATIENCE, WhiteningWarning
 from bprong.statistics import Layer, Recorder, Statistics
+from bprong.units import Limits
 from bprong.whitening import Damping
 
 __all__ = ["BPRONG", "PRONG"]
@@ -34,10 +35,11 @@ Group = dict[str, Any]
 class BPRONG(Optimizer):
     """Natural-gradient descent by bidirectional whitening, for any model and an unchanged training loop.
 
-        ΔW = −η (D+ε₂)⁻¹ (g_W − g_b cᵀ) (Ž+ε₁)⁻¹,   Δb = −η (D+ε₂)⁻¹ g_b − ΔW c          for every `nn.Linear`
+        ΔW = −η (D+ε₂)⁻¹ (g_W − g_b cᵀ) (Ž+ε₁)⁻¹,   Δb = −η (D+ε₂)⁻¹ g_b − ΔW c
 
-    which is SGD in the coordinates of Fujimoto & Ohira's Algorithm 2. Parameters outside `nn.Linear`, and tied ones,
-    follow Adam's rule at a tenth of lr; `report()` lists them.
+    for every linear layer, convolution, attention projection, embedding and recurrent cell, which is SGD in the
+    coordinates of Fujimoto & Ohira's Algorithm 2. Other parameters, and tied ones, follow Adam's rule at a tenth of lr.
+    `bprong.coverage(model)` says beforehand what becomes of which, `report()` what became of it.
 
     model             the module that is called in training; what it is called with is remembered until the step
     lr, momentum, nesterov
@@ -90,7 +92,10 @@ class BPRONG(Optimizer):
         self._max_step = None if max_step is None else positive("max_step", max_step)
         expert = Expert.of(options)
         settings = expert.settings(every, forward_damping, backward_damping)
-        self.statistics = Statistics(model, likelihood, settings, expert.examples, self._backward)
+        limits = Limits(expert.max_dim, expert.channels)
+        self.statistics = Statistics(
+            model, likelihood, settings, examples=expert.examples, limits=limits, backward=self._backward
+        )
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
 
@@ -157,39 +162,38 @@ class BPRONG(Optimizer):
         for layer, (d_W, d_b) in directions.items():
             g_W, g_b = layer.gradients(groups)
             if g_W is not None and d_W is not None:
-                centred = g_W if g_b is None or layer.c is None else g_W - torch.outer(g_b, layer.c)
-                squared += groups[layer.weight]["lr"] ** 2 * float((centred * d_W).sum())
+                squared += groups[layer.weight]["lr"] ** 2 * float((layer.centred(g_W, g_b) * d_W).sum())
             if g_b is not None and d_b is not None and layer.bias is not None:
                 squared += groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
         return min(1.0, self._max_step / math.sqrt(max(squared, 1e-300)))
 
     def _move(self, layer: Layer, d_W: Tensor | None, d_b: Tensor | None, groups: Mapping[Tensor, Group]) -> None:
         """W and b by the directions given, d_b as seen from the centre c: Δb = −η_b d_b − ΔW c."""
-        v_W = None
+        unit, v_W = layer.unit, None
         if d_W is not None:
-            group = groups[layer.weight]
-            v_W = self._velocity(layer.weight, d_W, group)
-            _decay_(layer.weight, group)
-            layer.weight.sub_(v_W.to(layer.weight.dtype), alpha=group["lr"])
+            group, W = groups[layer.weight], unit.own(layer.weight)
+            v_W = self._velocity(layer.weight, unit.own, unit.shaped(d_W), group)
+            _decay_(W, group)
+            W.sub_(v_W.to(W.dtype), alpha=group["lr"])
             if self.statistics.schedule.wanted:  # for the report; not worth its price at every step
                 layer.step_norm = group["lr"] * float(v_W.norm())
         if d_b is not None and layer.bias is not None:
-            v_b = self._velocity(layer.bias, d_b, groups[layer.bias])
-            _decay_(layer.bias, groups[layer.bias])
-            layer.bias.sub_(v_b.to(layer.bias.dtype), alpha=groups[layer.bias]["lr"])
+            group, b = groups[layer.bias], unit.vector(layer.bias)
+            v_b = self._velocity(layer.bias, unit.vector, d_b, group)
+            _decay_(b, group)
+            b.sub_(v_b.to(b.dtype), alpha=group["lr"])
             if v_W is not None and layer.c is not None:
-                layer.bias.addmv_(
-                    v_W.to(layer.bias.dtype), layer.c.to(layer.bias.dtype), alpha=groups[layer.weight]["lr"]
-                )
+                b.add_(unit.times(v_W.to(b.dtype), layer.c.to(b.dtype)), alpha=groups[layer.weight]["lr"])
 
-    def _velocity(self, parameter: Tensor, direction: Tensor, group: Group) -> Tensor:
+    def _velocity(self, parameter: Tensor, own: Callable[[Tensor], Tensor], direction: Tensor, group: Group) -> Tensor:
+        """What the parameter's own part moves by, the learning rate apart."""
         beta = group["momentum"]
         if not beta:
             return direction
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        velocity: Tensor = state["momentum_buffer"].mul_(beta).add_(direction)
+        velocity = own(state["momentum_buffer"]).mul_(beta).add_(direction)
         return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
 
     def _carry(self, layer: Layer, c_before: Tensor | None) -> None:
@@ -201,7 +205,9 @@ class BPRONG(Optimizer):
         moved = (0 if layer.c is None else layer.c) - (0 if c_before is None else c_before)
         rates = {p: group["lr"] or 1.0 for group in self.param_groups for p in group["params"]}
         if isinstance(moved, Tensor):
-            buffers[1].addmv_(buffers[0], moved.to(buffers[0]), alpha=rates[W] / rates[b])
+            unit = layer.unit
+            seen = unit.times(unit.own(buffers[0]), moved.to(buffers[0]))
+            unit.vector(buffers[1]).add_(seen, alpha=rates[W] / rates[b])
 
     def _centred(self) -> dict[str, bool]:
         """The layers this optimizer trains, and whether their inputs are centred.

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bprong.moments import Moments
+from bprong.blocks import Blocks
+from bprong.moments import Moments, outer
 from bprong.schedule import Side
 from bprong.whitening import Damping, inverse
 
@@ -26,15 +27,18 @@ __all__ = ["Preconditioner", "distance_from_white"]
 class Preconditioner:
     """The inverses of one layer, on its device, in its weight's dtype or at least float32; None: the identity.
 
-    UU:       (in, in) (Ž+ε₁)⁻¹
-    c:        (in,) E[z]; None where nothing is centred
-    RR:       (out, out) (D+ε₂)⁻¹
+    inputs, outputs: the blocks of either side
+    UU:       (in, in) (Ž+ε₁)⁻¹, or as its blocks are shaped
+    c:        (in,) E[z], or (groups, in); None where nothing is centred
+    RR:       (out, out) (D+ε₂)⁻¹, or as its blocks are shaped
     moments:  what they were made from, by side
     refreshed_at: the step at which each side was refreshed
     white:    how far from white the last batch measured was, in the coordinates then in force, by side
     step_norm: the length of the weight's step at the last refresh
     """
 
+    inputs: Blocks
+    outputs: Blocks
     UU: Tensor | None = None
     c: Tensor | None = None
     RR: Tensor | None = None
@@ -52,6 +56,8 @@ class Preconditioner:
     def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
 
+        Gradients are matrices and vectors as `Unit.matrix` and `Unit.vector` give them.
+
         The bias itself then moves by the second minus the first times c; they are kept apart because weight and bias
         may have learning rates of their own. Gradients in half precision are brought to the inverses' float32.
         """
@@ -59,13 +65,18 @@ class Preconditioner:
         if kept is not None:
             g_W, g_b = (None if g is None else g.to(kept.dtype) for g in (g_W, g_b))
         if g_W is not None:
-            if g_b is not None and self.c is not None:
-                g_W = torch.addr(g_W, g_b, self.c, alpha=-1)
-            g_W = g_W if self.RR is None else self.RR @ g_W
-            g_W = g_W if self.UU is None else g_W @ self.UU
+            g_W = self.centred(g_W, g_b)
+            g_W = g_W if self.RR is None else self.outputs.from_left(self.RR, g_W)
+            g_W = g_W if self.UU is None else self.inputs.from_right(g_W, self.UU)
         if g_b is not None and self.RR is not None:
-            g_b = self.RR @ g_b
+            g_b = self.outputs.from_left(self.RR, g_b.unsqueeze(-1)).squeeze(-1)
         return g_W, g_b
+
+    def centred(self, g_W: Tensor, g_b: Tensor | None) -> Tensor:
+        """g_W − g_b cᵀ = E[δ (z−c)ᵀ]."""
+        if g_b is None or self.c is None:
+            return g_W
+        return torch.addr(g_W, g_b, self.c, alpha=-1) if g_W.ndim == 2 else g_W - outer(g_b, self.c)
 
     def look(self, z: Moments | None, delta: Moments | None) -> None:
         """Notes how far from white a batch is in the coordinates in force."""
@@ -81,13 +92,15 @@ class Preconditioner:
         if side == "backward":
             self.RR = found
         else:
-            self.UU, self.c = found, None if moments.mean is None else moments.mean.to(like)
+            self.UU = found
+            self.c = None if moments.mean is None else self.inputs.features_of(moments.mean).to(like)
 
 
 def distance_from_white(inverse: Tensor | None, second: Tensor) -> float:
     """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the inverse: the eigenvalues of UŽUᵀ are those of (UᵀU) Ž."""
     # For people to read: the layer's own precision is enough.
     product = second if inverse is None else inverse @ second.to(inverse)
-    d = len(second)
-    squared: float = float((product * product.T).sum()) - 2 * float(product.trace()) + d
+    diagonal = product.diagonal(dim1=-2, dim2=-1)
+    d = diagonal.numel()
+    squared: float = float((product * product.mT).sum()) - 2 * float(diagonal.sum()) + d
     return math.sqrt(max(squared, 0.0) / d)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from bprong.likelihood import Likelihood
-from bprong.moments import Moments, error_moments, input_moments
+from bprong.moments import Moments
+from bprong.taps import Call, tapped
+from bprong.units import Unit, unit_of
 
 __all__ = [
     "Arguments",
-    "Call",
     "Fisher",
     "Measured",
     "errors_of",
@@ -31,7 +32,6 @@ __all__ = [
     "random_numbers",
     "record",
     "roots_of",
-    "tapped",
     "tensor_of",
 ]
 
@@ -43,14 +43,6 @@ class Arguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-class Call(NamedTuple):
-    """One call of a layer: its name, its input z (a copy) and its output a (in the graph)."""
-
-    layer: str
-    z: Tensor
-    a: Tensor
 
 
 @dataclass
@@ -69,7 +61,7 @@ class Measured:
 
 def record(
     model: nn.Module,
-    layers: Mapping[str, tuple[nn.Module, bool]],
+    layers: Mapping[str, tuple[Unit | nn.Module, bool]],
     x: Any,
     y: Tensor | None,
     *,
@@ -77,18 +69,21 @@ def record(
     fisher: Fisher,
     inputs: bool = True,
     errors: bool = True,
+    counted: Tensor | None = None,
     seed: int,
 ) -> dict[str, Measured]:
     """Runs `model` on x and measures the layers, given by name with whether their z is centred.
 
-    inputs, errors: which of z and δ to measure; z alone needs no backward pass. y, the data's targets, is used by
-    fisher="empirical" only.
+    inputs, errors: which of z and δ to measure; z alone needs no backward pass
+    y:        the data's targets; used by fisher="empirical", and to know which targets the loss leaves out
+    counted:  which targets it does not leave out, where y is not known
     """
-    modules = {name: module for name, (module, _) in layers.items()}
-    with observed(model, modules, x, seed, errors) as (output, calls):
+    units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
+    traced = errors or counted is not None
+    with observed(model, units, x, seed, traced) as (output, calls):
         return measure(
             {name: centre for name, (_, centre) in layers.items()}, output, calls, y,
-            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors,
+            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, counted=counted,
         )  # fmt: skip
 
 
@@ -102,23 +97,53 @@ def measure(
     fisher: Fisher,
     inputs: bool,
     errors: bool,
+    counted: Tensor | None = None,
 ) -> dict[str, Measured]:
-    """The moments of calls that led to an output; without a likelihood, of their inputs alone."""
+    """The moments of calls that led to an output; without a likelihood, of their inputs alone.
+
+    Where the loss leaves targets out, only the others count: as targets, and of the inputs only the rows that an error
+    of theirs comes back to (padding has none, unless it is attended to).
+    """
     measured = {name: Measured() for name in centred}
     if likelihood is not None:
         likelihood.check(output)
+        counted = likelihood.counted(output, y, counted)
+    elif counted is not None:
+        counted = counted.flatten()
+    reached: dict[Call, Tensor] = {}
+    for call, delta, targets in _errors(output, calls, y, likelihood if errors else None, fisher, counted):
+        if counted is not None:
+            rows = call.errors(delta).flatten(1).any(dim=1)
+            reached[call] = reached[call] | rows if call in reached else rows
+        if errors and likelihood is not None:
+            m, seen = measured[call.layer], call.error_moments(delta, targets)
+            m.delta = seen if m.delta is None else m.delta.overlay(seen)
     for call in calls:
         m = measured[call.layer]
         m.probe = call.z
-        if inputs:
-            seen = input_moments(call.z, centred[call.layer])
-            m.z = seen if m.z is None else m.z.merge(seen)
-    if errors and likelihood is not None:
-        roots, targets = roots_of(output, y, likelihood, fisher), likelihood.targets(output)
-        for call, delta in errors_of(output, calls, roots):
-            m, seen = measured[call.layer], error_moments(delta, targets)
-            m.delta = seen if m.delta is None else m.delta.overlay(seen)
+        if inputs and (z := call.input_moments(centred[call.layer], reached.get(call))) is not None:
+            m.z = z if m.z is None else m.z.merge(z)
     return measured
+
+
+def _errors(
+    output: Tensor,
+    calls: Sequence[Call],
+    y: Tensor | None,
+    likelihood: Likelihood | None,
+    fisher: Fisher,
+    counted: Tensor | None,
+) -> Iterator[tuple[Call, Tensor, int]]:
+    """δ of every call, root by root, with the number of targets; without a likelihood, of where errors come to only."""
+    if likelihood is None and counted is None:
+        return
+    roots = [torch.randn_like(output)] if likelihood is None else roots_of(output, y, likelihood, fisher)
+    targets = 0 if likelihood is None else likelihood.targets(output)
+    if counted is not None:
+        rows, targets = counted.view(-1, 1), int(counted.sum())
+        roots = ((root.reshape(len(rows), -1) * rows).view_as(root) for root in roots)
+    for call, delta in errors_of(output, calls, roots):
+        yield call, delta, targets
 
 
 def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
@@ -166,46 +191,16 @@ def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) ->
 
 @contextmanager
 def observed(
-    model: nn.Module, layers: Mapping[str, nn.Module], x: Any, seed: int, errors: bool
+    model: nn.Module, layers: Mapping[str, Unit | nn.Module], x: Any, seed: int, errors: bool
 ) -> Iterator[tuple[Tensor, list[Call]]]:
     """Runs `model` on x and gives its output with every call of the layers, in order."""
+    units = [unit_of(name, layer) for name, layer in layers.items()]
     if errors and torch.is_inference_mode_enabled():
         raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
     with _without_trace(model, seed), torch.set_grad_enabled(errors):
-        with tapped(layers) as calls, _plainly():
+        with tapped(units) as calls, _plainly():
             output = tensor_of(_call(model, x))
         yield output, calls
-
-
-@contextmanager
-def tapped(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
-    """While it lasts, every call of a layer leaves its input and output behind."""
-    calls: list[Call] = []
-
-    def hooks(name: str) -> tuple[Any, Any]:
-        inputs: list[Tensor] = []
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            z = args[0] if args else kwargs["input"]
-            if not isinstance(z, Tensor) or z.ndim == 0 or z.shape[-1] != module.in_features:
-                given = f"shape {tuple(z.shape)}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
-                raise ValueError(f"layer {name!r} takes rows of {module.in_features} features, not {given}")
-            inputs.append(z.detach().clone())
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            z = inputs.pop()
-            if z.numel() > 0:  # an expert may be given no row of a batch
-                calls.append(Call(name, z, output))
-            return output.clone()  # what follows may work in place (ReLU); the output kept stays as it was
-
-        return before, after
-
-    with ExitStack() as stack:
-        for name, module in layers.items():
-            before, after = hooks(name)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after).remove)
-        yield calls
 
 
 @contextmanager

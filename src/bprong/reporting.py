@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Report", "Stopwatch"]
+__all__ = ["Report", "Stopwatch", "table"]
 
 COLUMNS = {
     "layer": "layer",
@@ -59,13 +59,23 @@ class Report:
     time: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rows = [list(COLUMNS.values())] + [[_cell(row.get(key)) for key in COLUMNS] for row in self.layers]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines = [f"{self.steps} steps", *table]
+        rows = [[_cell(row.get(key)) for key in COLUMNS] for row in self.layers]
+        lines = [f"{self.steps} steps", table(list(COLUMNS.values()), rows)]
         lines += [f"by Adam's rule: {name} ({reason})" for name, reason in self.fallback.items()]
         shares = ", ".join(f"{what} {share:.1%}" for what, share in self.time.items())
         return "\n".join([*lines, f"share of time: {shares}"])
+
+
+def table(header: list[str], rows: list[list[str]], left: int = 0) -> str:
+    """Columns of equal width, the first `left` of them aligned to the left.
+
+    >>> print(table(["a", "size"], [["long", "1"]], left=1))
+    a     size
+    long     1
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    aligned = [f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)]
+    return "\n".join("  ".join(aligned).format(*row).rstrip() for row in [header, *rows])
 
 
 def _cell(value: Any) -> str:

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.coverage import covered_layers, fallback_reason
+from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.likelihood import Likelihood, likelihood_of
-from bprong.listening import Listener, copied
+from bprong.listening import Listener, copied, nonzero
 from bprong.moments import wide
 from bprong.preconditioner import Preconditioner
-from bprong.recording import Measured, measure, random_numbers, record, tapped, tensor_of
+from bprong.recording import Measured, measure, random_numbers, record, tensor_of
 from bprong.reporting import Report, Stopwatch
 from bprong.schedule import SIDES, Schedule, Settings, Side, mixed
+from bprong.taps import tapped
+from bprong.units import Limits, Unit
 from bprong.whitening import WhiteningError, rank
 
 __all__ = ["Layer", "Recorder", "Statistics"]
@@ -32,13 +34,11 @@ Centred = Mapping[str, bool]  # the layers to measure, by name, and whether thei
 
 
 class Layer(Preconditioner):
-    """A covered layer of the user's model with its preconditioner."""
+    """A unit of the user's model with its preconditioner."""
 
-    def __init__(self, name: str, module: nn.Linear) -> None:
-        super().__init__()
-        self.name, self.module = name, module
-        self.weight: Tensor = module.weight  # looked up once: a module's attributes are slow to reach
-        self.bias: Tensor | None = module.bias
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit.forward, unit.backward)
+        self.unit, self.name, self.weight, self.bias = unit, unit.name, unit.weight, unit.bias
 
     @property
     def like(self) -> Tensor:
@@ -46,33 +46,41 @@ class Layer(Preconditioner):
         return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
 
     def gradients(self, groups: Mapping[Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Of weight and bias, each where it is trained and has one."""
+        """Of weight and bias as matrix and vector, each where it is trained and has one."""
         g_W, g_b = (None if p is None or p not in groups else p.grad for p in (self.weight, self.bias))
-        return g_W, g_b
+        unit = self.unit
+        return None if g_W is None else unit.matrix(unit.own(g_W)), None if g_b is None else unit.vector(g_b)
 
 
 class Statistics:
     """Listens to a model, measures it when that is due, and keeps every layer's preconditioner."""
 
     def __init__(
-        self, model: nn.Module, likelihood: str | Likelihood, settings: Settings, examples: int | None, backward: bool
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        settings: Settings,
+        *,
+        examples: int | None,
+        limits: Limits,
+        backward: bool,
     ) -> None:
         self.root = model
         self.model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        self.layers = {name: Layer(name, module) for name, module in covered_layers(self.model).items()}
+        self.layers = {unit.name: Layer(unit) for unit in covered_units(self.model, limits)}
         if not self.layers:
-            raise ValueError(f"{type(self.model).__name__} has no nn.Linear that could be whitened")
+            raise ValueError(f"{type(self.model).__name__} has no layer that could be whitened: {COVERED}")
         self.covered = {p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None}
         self.schedule = Schedule(settings, SIDES if backward else ("forward",))
         self.watch = Stopwatch()
         self._likelihood = likelihood_of(likelihood)
         self._examples = examples
-        self._observed: list[tuple[Any, Tensor | None]] = []
+        self._observed: list[tuple[Any, Tensor | None, Tensor | None]] = []
         self._recorded: list[dict[str, Measured]] = []
         self._listen()
 
     def _listen(self) -> None:
-        self._listener = Listener(bool(self.schedule.wanted), errors=self.schedule.settings.fisher == "empirical")
+        self._listener = Listener(bool(self.schedule.wanted), read=torch.clone if self._empirical else nonzero)
         self._listener.attach(self.root, self)
 
     def advance(self) -> None:
@@ -89,7 +97,7 @@ class Statistics:
 
     def observe(self, x: Any, y: Tensor | None) -> None:
         if self.schedule.wanted:
-            self._observed.append((x, y))
+            self._observed.append((x, y, None))
 
     def refresh(self, centred: Centred, carry: Callable[[Layer, Tensor | None], None]) -> None:
         """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
@@ -107,11 +115,8 @@ class Statistics:
                     self._refresh(self.layers[name], side, m, carry)
 
     def _measure(self, centred: Centred) -> dict[str, Measured]:
-        batches = self._observed or [
-            (call, None if gradient is None else self._likelihood.targets_behind(gradient))
-            for call, gradient in self._listener.take()
-        ]
-        passes = self._recorded or [self._pass(i, x, y, centred) for i, (x, y) in enumerate(batches)]
+        batches = self._observed or [(call, *self._told(read)) for call, read in self._listener.take()]
+        passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(batches)]
         if not passes:
             raise RuntimeError(
                 "a refresh is due and no batch was seen since the last step: the model given to the optimizer was not "
@@ -122,6 +127,16 @@ class Statistics:
         if not any(layer.refreshed_at for layer in self.layers.values()):
             self._check_reached(measured)
         return measured
+
+    @property
+    def _empirical(self) -> bool:
+        return self.schedule.settings.fisher == "empirical"
+
+    def _told(self, read: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The data's targets, and which of them count, from what was read off the gradient at the output."""
+        if read is None or not self._empirical:
+            return None, read
+        return self._likelihood.targets_behind(read), None
 
     def _check_reached(self, measured: Mapping[str, Measured]) -> None:
         """At the first refresh every trained layer must have been seen: later, one may be idle for a while."""
@@ -137,14 +152,17 @@ class Statistics:
                     name, "backward", "no error reaches it from the output that is looked at; forward only"
                 )
 
-    def _pass(self, index: int, x: Any, y: Tensor | None, centred: Centred) -> dict[str, Measured]:
-        layers = {name: (self.layers[name].module, centre) for name, centre in centred.items()}
+    def _pass(
+        self, index: int, x: Any, y: Tensor | None, centred: Centred, counted: Tensor | None = None
+    ) -> dict[str, Measured]:
+        layers: dict[str, tuple[Any, bool]] = {name: (self.layers[name].unit, c) for name, c in centred.items()}
         dtype = next(iter(self.layers.values())).weight.dtype
-        x, y = copied((x, y), self._examples, dtype)
+        x, y, counted = copied((x, y, counted), self._examples, dtype)
         Listener.paused = True  # this call is ours
         try:
             with torch.enable_grad():
-                return record(self.model, layers, x, y, seed=mixed(self.schedule.seed, index), **self._how())
+                seed = mixed(self.schedule.seed, index)
+                return record(self.model, layers, x, y, counted=counted, seed=seed, **self._how())
         finally:
             Listener.paused = False
 
@@ -163,7 +181,7 @@ class Statistics:
         if not self.schedule.wanted:
             yield lambda output, y=None: None
             return
-        with tapped({name: self.layers[name].module for name in centred}) as calls:
+        with tapped(self.layers[name].unit for name in centred) as calls:
 
             def take(output: Any, y: Tensor | None = None) -> None:
                 with random_numbers(self.model, mixed(self.schedule.seed, len(self._recorded))):
@@ -200,12 +218,13 @@ class Statistics:
 
     def _row(self, layer: Layer) -> dict[str, Any]:
         row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
+        row |= {"forward_form": str(layer.inputs), "backward_form": str(layer.outputs)}
         for side in self.schedule.sides:
             if side in layer.refreshed_at and (moments := layer.moments.get(side)) is not None:
                 second = moments.second
                 damping = self.schedule.settings.damping[side]
                 row |= {
-                    f"{side}_rank": f"{rank(second)}/{len(second)}",
+                    f"{side}_rank": f"{rank(second)}/{second.diagonal(dim1=-2, dim2=-1).numel()}",
                     f"{side}_damping": float((damping.value * damping.scale(second)).mean()),
                     f"{side}_age": self.schedule.t - layer.refreshed_at[side],
                     f"{side}_from_white": layer.white.get(side),
@@ -228,11 +247,11 @@ class Statistics:
         if set(state["layers"]) != set(self.layers):
             raise ValueError(f"the state is of layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
         for name, saved in state["layers"].items():
-            outputs, inputs = self.layers[name].weight.shape
-            for key, size in (("UU", inputs), ("c", inputs), ("RR", outputs)):
-                if saved[key] is not None and len(saved[key]) != size:
+            layer = self.layers[name]
+            for key, blocks in (("UU", layer.inputs), ("RR", layer.outputs)):
+                if saved[key] is not None and tuple(saved[key].shape) != blocks.shape:
                     raise ValueError(
-                        f"layer {name!r}: the state's {key} is for {len(saved[key])}, the layer's for {size}"
+                        f"layer {name!r}: the state's {key} is for {len(saved[key])}, the layer's for {blocks}"
                     )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
