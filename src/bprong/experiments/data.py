@@ -1,4 +1,5 @@
-"""The data of the experiments: MNIST from wherever it can be had, the bundled digits, or a set of the user's own.
+"""The data of the experiments: MNIST from wherever it can be had, the bundled digits, or a set of the user's own; and
+sequences to be sorted, for a model of sequences.
 
 Every set is checked before it is used. Nothing is unpickled, nothing is read without a limit.
 """
@@ -18,11 +19,13 @@ from torch import Tensor
 from bprong.experiments.files import FILES, UNREADABLE, Array, DataError, extra, find_idx, parse_idx, read, require
 from bprong.experiments.mnist import Say, cache_directory, find_mnist
 
-__all__ = ["DataError", "Dataset", "cache_directory", "load", "parse_idx"]
+__all__ = ["DataError", "Dataset", "cache_directory", "load", "parse_idx", "sequences_to_sort"]
 
 Arrays = dict[str, tuple[Array, str]]  # x_train, y_train, x_test, y_test: each with the file it came from
 
 OWN_LIMIT = 2 << 30  # bytes of one file, or of one .npz unpacked
+SYMBOLS, PAD, SHORTEST, LONGEST = 32, 0, 4, 12  # sequences of 4 to 12 symbols 1 … 32, then padding
+NO_TARGET = -100  # what torch's cross_entropy ignores
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,18 @@ def _labels(y: Array, where: str) -> Tensor:
     require(y.dtype.kind in "iu" and y.ndim == 1 and y.size > 0, f"{found}; a row of integers, not empty, is required")
     require(y.min() >= 0 and y.max() < 2**31, f"{where}: labels {y.min()} to {y.max()}; labels from 0 are required")
     return torch.from_numpy(y.astype(np.int64))
+
+
+def sequences_to_sort(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Sequences of random symbols, padded at the end, and as targets the same in order; each count × LONGEST (int64).
+
+    >>> x, y = sequences_to_sort(1, seed=2)
+    >>> x[0, :7].tolist(), y[0, :7].tolist()
+    ([9, 16, 14, 9, 23, 12, 0], [9, 9, 12, 14, 16, 23, -100])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    symbols = torch.randint(1, SYMBOLS + 1, (count, LONGEST), generator=generator)
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (count, 1), generator=generator)
+    padding = torch.arange(LONGEST) >= lengths
+    ordered = symbols.masked_fill(padding, SYMBOLS + 1).sort(dim=1).values  # padding after every symbol, as before
+    return symbols.masked_fill(padding, PAD), ordered.masked_fill(padding, NO_TARGET)

@@ -25,6 +25,10 @@ from bprong.experiments.records import Point, Row, curve, diverged, label, metho
 Dashes = tuple[float, tuple[float, ...]]
 
 INK, GRID = "#20242b", "#dfe2e7"
+LOOK: dict[str, object] = {
+    "font.size": 9.5, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK,
+    "ytick.color": INK, "grid.color": GRID, "grid.linewidth": 0.7,
+}  # fmt: skip
 # Okabe and Ito's colours, which colour-blind readers tell apart, darkened where white swallows them; each with the
 # shade that replaces it on a dark page.
 PALETTE = {
@@ -106,11 +110,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def image(rows: Sequence[Row], plot: Plot, suffix: str, text: Literal["path", "none"] = "path") -> bytes:
     """One figure as a file's bytes; with text="none" an SVG leaves letters and background to the page."""
-    settings = {
-        "svg.hashsalt": plot.name, "svg.fonttype": text, "font.size": 9.5, "text.color": INK, "axes.edgecolor": INK,
-        "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID, "grid.linewidth": 0.7,
-        "savefig.transparent": text == "none",
-    }  # fmt: skip
+    settings = LOOK | {"svg.hashsalt": plot.name, "svg.fonttype": text, "savefig.transparent": text == "none"}
     stream = io.BytesIO()
     with style.context(["default", settings]):  # "default": whatever the user's matplotlibrc says
         metadata = {"Date": None} if suffix == "svg" else None
@@ -170,14 +170,14 @@ def _scale(axes: Axes, curves: dict[str, list[Point]], plot: Plot, top: float) -
     """Logarithmic losses if they span a decade, logarithmic seconds if the methods' totals do."""
     losses = [p.median for points in curves.values() for p in points if 0 < p.median <= top]
     if losses and max(losses) > DECADE * min(losses):
-        _log(axes, "y", max(losses) / min(losses))
+        log_axis(axes, "y", max(losses) / min(losses))
     ends = [end for points in curves.values() if points and (end := points[-1].seconds) > 0]
     if plot.against == "seconds" and ends and max(ends) > DECADE * min(ends):
         starts = [p.seconds for points in curves.values() for p in points if p.seconds > 0]
-        _log(axes, "x", max(ends) / min(starts))
+        log_axis(axes, "x", max(ends) / min(starts))
 
 
-def _log(axes: Axes, which: Literal["x", "y"], span: float) -> None:
+def log_axis(axes: Axes, which: Literal["x", "y"], span: float) -> None:
     """A logarithmic axis whose numbers are written out, also between the powers of ten if there are few of them."""
     axis: Axis = axes.yaxis if which == "y" else axes.xaxis
     (axes.set_yscale if which == "y" else axes.set_xscale)("log", nonpositive="clip")

@@ -1,4 +1,5 @@
-"""The network of the experiment: 784-100-100-100-10, plain or with Batch Normalisation."""
+"""The networks of the experiments: the paper's 784-100-100-100-10, plain or with Batch Normalisation, and two small
+ones made of the other layers people use, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -6,9 +7,18 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["ACTIVATIONS", "perceptron", "with_batch_norm"]
+from bprong.experiments.data import LONGEST, PAD, SYMBOLS
+
+__all__ = [
+    "ACTIVATIONS",
+    "SequenceTransformer",
+    "digits_convnet",
+    "perceptron",
+    "sequence_transformer",
+    "with_batch_norm",
+]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
@@ -35,3 +45,52 @@ def with_batch_norm(plain: nn.Sequential) -> nn.Sequential:
             modules.append(nn.BatchNorm1d(modules[-1].out_features))  # type: ignore[arg-type]
         modules.append(module)
     return nn.Sequential(*modules)
+
+
+def digits_convnet(seed: int) -> nn.Sequential:
+    """8 × 8 digits to ten classes: a plain convolution, one with a stride, one in groups, and a linear layer.
+
+    With torch's default initialisation, drawn from `seed` alone.
+
+    >>> digits_convnet(seed=0)(torch.zeros(5, 1, 8, 8)).shape
+    torch.Size([5, 10])
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1, groups=4), nn.ReLU(),
+            nn.Flatten(), nn.Linear(512, 10),
+        )  # fmt: skip
+
+
+class SequenceTransformer(nn.Module):
+    """Tokens (batch × length, PAD at the end) to logits (batch × length × symbols); padding is attended to by nobody.
+
+    The embeddings of a token and of its position are added; the final linear layer is not tied to the embedding.
+    """
+
+    def __init__(self, width: int = 64, heads: int = 4, hidden: int = 128, depth: int = 2) -> None:
+        super().__init__()
+        self.token = nn.Embedding(SYMBOLS + 1, width)
+        self.position = nn.Embedding(LONGEST, width)
+        layer = nn.TransformerEncoderLayer(width, heads, hidden, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, SYMBOLS + 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        z = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        logits: Tensor = self.head(self.encoder(z, src_key_padding_mask=tokens == PAD))
+        return logits
+
+
+def sequence_transformer(seed: int) -> SequenceTransformer:
+    """Two encoder layers of width 64, four heads, no dropout; torch's default initialisation, drawn from `seed` alone.
+
+    >>> sequence_transformer(seed=0)(torch.tensor([[3, 1, 2, 0]])).shape
+    torch.Size([1, 4, 33])
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return SequenceTransformer()
