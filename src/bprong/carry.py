@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from bprong.coordinates import Change
-from bprong.layers import WhitenedLinear
+from bprong.layers import WhitenedLayer
 from bprong.moments import wide
 
 __all__ = ["Rule", "Rules", "carry_", "check_state", "rules_for"]
@@ -49,7 +49,7 @@ def rules_for(optimizer: Optimizer, own: Rules | None = None) -> Rules:
     )
 
 
-def check_state(optimizer: Optimizer, rules: Rules, layers: Mapping[str, WhitenedLinear]) -> None:
+def check_state(optimizer: Optimizer, rules: Rules, layers: Mapping[str, WhitenedLayer]) -> None:
     """Raises ValueError where the optimizer keeps something of a layer's shape that no rule moves, or the reverse."""
     for name, layer in layers.items():
         for parameter in layer.parameters():
@@ -64,7 +64,7 @@ def check_state(optimizer: Optimizer, rules: Rules, layers: Mapping[str, Whitene
 
 
 @torch.no_grad()
-def carry_(optimizer: Optimizer, rules: Rules, layer: WhitenedLinear, change: Change) -> None:
+def carry_(optimizer: Optimizer, rules: Rules, layer: WhitenedLayer, change: Change) -> None:
     """Moves the optimizer's state of one layer, and its gradients if there are any, in place."""
     W, b = layer.weight_dagger, layer.bias_dagger
     weight_state = optimizer.state.get(W, {})
@@ -77,7 +77,7 @@ def carry_(optimizer: Optimizer, rules: Rules, layer: WhitenedLinear, change: Ch
 
 
 def _move(
-    change: Change, rule: Rule, layer: WhitenedLinear, W: Tensor | None, b: Tensor | None, ratio: float = 1.0
+    change: Change, rule: Rule, layer: WhitenedLayer, W: Tensor | None, b: Tensor | None, ratio: float = 1.0
 ) -> None:
     """W and b move together; W counts `ratio` times as much for b as for itself."""
     if W is None and b is None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bprong.convert import is_wrapper
-from bprong.layers import WhitenedLinear
+from bprong.layers import WhitenedLayer
 
 __all__ = [
     "averaging",
@@ -99,7 +99,7 @@ def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def check_parameters(layers: Mapping[str, WhitenedLinear], optimizer: Optimizer) -> None:
+def check_parameters(layers: Mapping[str, WhitenedLayer], optimizer: Optimizer) -> None:
     if not layers:
         raise ValueError("the model has no whitened layer; call bprong.whiten_(model) first")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

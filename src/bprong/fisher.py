@@ -77,7 +77,10 @@ class Factors:
 
 
 def factors(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical") -> list[Factors]:
-    """z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model, on x, without a trace."""
+    """z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model, on x, without a trace.
+
+    Convolutions, and layers too wide to be whitened as one block, are left out.
+    """
     law, layers = likelihood_of(likelihood), _layers(model)
     with observed(model, layers, x, seed=0, errors=True) as (output, calls):
         law.check(output)
@@ -94,7 +97,10 @@ def factors(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorica
 
 def _layers(model: nn.Module) -> dict[str, Layer]:
     layers: dict[str, Layer] = {
-        name: m for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, WhitenedLinear)
+        name: m
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear
+        or (isinstance(m, WhitenedLinear) and not m.forward_blocks.lead and not m.backward_blocks.lead)
     }
     if not layers:
         raise ValueError("the model has no nn.Linear or WhitenedLinear whose Fisher matrix could be taken")

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bprong.blocks import Blocks
-from bprong.coordinates import BackwardChange, Change, ForwardChange, Pair
-from bprong.moments import wide, widened
+from bprong.blocks import MAX_DIM, Blocks, blocks_of
+from bprong.patches import Geometry, geometry_of
+from bprong.whitened import WhitenedLayer
 
-__all__ = ["WhitenedLinear"]
+__all__ = ["WhitenedConv2d", "WhitenedLayer", "WhitenedLinear"]
+
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
-class WhitenedLinear(nn.Module):
+class WhitenedLinear(WhitenedLayer):
     """a = Rᵀ (W† U (z − c) + b†), the layer of a bidirectionally whitened network (Fujimoto & Ohira, section 3.2).
 
     Parameters `weight_dagger` (out, in) and `bias_dagger` (out,); buffers `U` (in, in), `c` (in,) and `R` (out, out),
     which is None in a forward-only layer (PRONG). It starts as Algorithm 2 does, with U = R = I and c = 0, and computes
     what `nn.Linear` computes with its `weight` and `bias`, which can be read here too, in ordinary coordinates.
+
+    A side of more than `max_dim` features is whitened in n blocks of d: U (n, d, d), c (n, d), R (n, d, d).
 
     Without a trainable bias nothing is centred: c stays 0, for otherwise training W† would grow a bias.
 
@@ -33,14 +37,6 @@ class WhitenedLinear(nn.Module):
     True
     """
 
-    U: Tensor
-    c: Tensor
-    R: Tensor | None
-    weight_dagger: nn.Parameter
-    bias_dagger: nn.Parameter | None
-
-    buffers_are_constant = True  # a forward pass never writes to them
-
     def __init__(
         self,
         in_features: int,
@@ -49,40 +45,33 @@ class WhitenedLinear(nn.Module):
         backward: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        max_dim: int = MAX_DIM,
     ) -> None:
         super().__init__()
         stock = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._take(stock, backward)
+        self._take_linear(stock, backward, max_dim)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, backward: bool = True) -> WhitenedLinear:
+    def from_linear(cls, linear: nn.Linear, backward: bool = True, *, max_dim: int = MAX_DIM) -> WhitenedLinear:
         """The same function as `linear`, with parameters of its own."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._take(linear, backward)
+        layer._take_linear(linear, backward, max_dim)
         return layer.train(linear.training)
 
-    def _take(self, linear: nn.Linear, backward: bool) -> None:
-        weight, bias = linear.weight, linear.bias
+    def _take_linear(self, linear: nn.Linear, backward: bool, max_dim: int) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight_dagger = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-        if bias is None:
-            self.register_parameter("bias_dagger", None)
-        else:
-            self.bias_dagger = nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        self.register_buffer("U", _eye(weight, 1))
-        self.register_buffer("c", weight.new_zeros(self.in_features))
-        self.register_buffer("R", _eye(weight, 0) if backward else None)
+        inputs, outputs = (blocks_of(d, max_dim=max_dim) for d in (self.in_features, self.out_features))
+        self._take(linear.weight, linear.bias, inputs, outputs, backward)
 
     def to_linear(self) -> nn.Linear:
         """The stock layer that computes the same function."""
-        with torch.no_grad():
-            W, b = self.weight, self.bias
-        linear = nn.Linear(self.in_features, self.out_features, b is not None, device="meta", dtype=W.dtype)
-        linear.weight = nn.Parameter(W, self.weight_dagger.requires_grad)
-        if b is not None and self.bias_dagger is not None:
-            linear.bias = nn.Parameter(b, self.bias_dagger.requires_grad)
-        return linear.train(self.training)
+        return cast(nn.Linear, self.to_stock())
+
+    def _empty_stock(self) -> nn.Linear:
+        bias, dtype = self.bias_dagger is not None, self.weight_dagger.dtype
+        return nn.Linear(self.in_features, self.out_features, bias, device="meta", dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear names it: some callers pass it by keyword
         z = input
@@ -91,114 +80,119 @@ class WhitenedLinear(nn.Module):
                 f"a WhitenedLinear of {self.in_features} inputs was given a tensor of shape {tuple(z.shape)}; "
                 f"its last dimension must be {self.in_features}"
             )
-        a = F.linear(F.linear(z - self.c, self.U), self.weight_dagger, self.bias_dagger)
-        return a if self.R is None else F.linear(a, self.R.T)
-
-    @property
-    def weight(self) -> Tensor:
-        """W = Rᵀ W† U, computed from the parameters and differentiable by them; writing to it changes nothing."""
-        return self._ordinary()[0].to(self.weight_dagger)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """b = Rᵀ b† − W c, as `weight`; None without one."""
-        b = self._ordinary()[1]
-        return None if b is None else b.to(self.weight_dagger)
-
-    geometry = None
-
-    @property
-    def forward_blocks(self) -> Blocks:
-        return Blocks(self.in_features)
-
-    @property
-    def backward_blocks(self) -> Blocks:
-        return Blocks(self.out_features)
-
-    def padded(self, z: Tensor) -> Tensor:
-        return z
-
-    @property
-    def centred(self) -> bool:
-        """Whether c may differ from 0: only where there is a bias to train."""
-        return self.bias_dagger is not None and self.bias_dagger.requires_grad
-
-    def _ordinary(self) -> Pair:
-        W = widened(self.weight_dagger) @ widened(self.U)
-        b = None if self.bias_dagger is None else widened(self.bias_dagger)
-        if self.R is not None:
-            R_T = widened(self.R).T
-            W, b = R_T @ W, None if b is None else R_T @ b
-        return W, None if b is None else b - W @ widened(self.c)
-
-    def rewhiten_forward_(self, U: Tensor, c: Tensor) -> ForwardChange:
-        """Takes new U (in, in) and c (in,) and moves W†, b† so that the function stays; returns the change made.
-
-        A singular U raises with nothing changed.
-        """
-        if not self.centred and bool(c.any()):
-            raise ValueError("this layer has no trainable bias, so c must stay 0: training would grow a bias")
-        change = ForwardChange(wide(self.U), wide(self.c), wide(U.to(self.U)), wide(c.to(self.c)))
-        self._move(change)
-        self.U.copy_(U)
-        self.c.copy_(c)
-        return change
-
-    def rewhiten_backward_(self, R: Tensor) -> BackwardChange:
-        """Takes a new R (out, out) and moves W†, b† so that the function stays; returns the change made."""
-        if self.R is None:
-            raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
-        change = BackwardChange(wide(self.R), wide(R.to(self.R)))
-        self._move(change)
-        self.R.copy_(R)
-        return change
-
-    @torch.no_grad()
-    def _move(self, change: Change) -> None:
-        b = self.bias_dagger
-        W_new, b_new = change.velocity(wide(self.weight_dagger), None if b is None else wide(b))
-        self.weight_dagger.copy_(W_new)
-        if b is not None and b_new is not None:
-            b.copy_(b_new)
-        torch.clear_autocast_cache()  # autocast may hold a low-precision copy of the weight as it was
+        z_dagger = _on_rows(self.U, z - self.c.flatten(), self.forward_blocks)
+        a_dagger = F.linear(z_dagger, self.weight_dagger, self.bias_dagger)
+        return a_dagger if self.R is None else _on_rows(self.R.mT, a_dagger, self.backward_blocks)
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, bias={self.bias_dagger is not None}, backward={self.R is not None}"
 
-    def _load_from_state_dict(
+
+def _on_rows(matrix: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+    """The matrix, block-diagonal where it has a leading dimension, times every row of (…, d)."""
+    if not blocks.lead:
+        return F.linear(rows, matrix)
+    return blocks.from_right(rows.reshape(-1, rows.shape[-1]), matrix.mT).reshape(rows.shape)
+
+
+class WhitenedConv2d(WhitenedLayer):
+    """a = Rᵀ (W† U (z − c) + b†) at every output position: a convolution in whitened coordinates.
+
+    z is the patch of the padded input that the kernel lies on, d = channels of a group · taps of the kernel. Parameters
+    `weight_dagger`, shaped as the stock weight, and `bias_dagger`; buffers, of each group of G where there are several,
+    `U` (G, d, d), `c` (G, d) and `R` (G, out/G, out/G). With `channels`, or where d is more than `max_dim`, all taps
+    share a U and a c over the channels. Everything else is as in `WhitenedLinear`.
+
+    >>> layer = WhitenedConv2d(4, 6, 3, padding=1, groups=2)
+    >>> layer.U.shape, layer.R.shape
+    (torch.Size([2, 18, 18]), torch.Size([2, 3, 3]))
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: PaddingMode
+
+    def __init__(
         self,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        *rest: Any,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        backward: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        max_dim: int = MAX_DIM,
+        channels: bool = False,
     ) -> None:
-        """Reads stock layers and layers whitened in other directions too, always as the function that was saved."""
-        own = {key[len(prefix) :]: state_dict[key] for key in state_dict if key.startswith(prefix)}
-        if "weight" in own and own["weight"].shape == self.weight_dagger.shape:
-            if "bias" not in own and self.bias_dagger is not None:
-                own["bias"] = self.bias  # what strict=False leaves alone is the function's bias, not its coordinates
-                missing.append(f"{prefix}bias")
-            own = self._from_stock(own)
-        if "weight_dagger" in own and "R" in own and self.R is None:
-            R_T = own.pop("R").T  # a layer of both directions into a forward-only one
-            own |= {k: R_T @ own[k] for k in ("weight_dagger", "bias_dagger") if own.get(k) is not None}
-        elif "weight_dagger" in own and "R" not in own and self.R is not None:
-            own["R"] = _eye(own["weight_dagger"], 0)  # and the other way round
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            del state_dict[key]
-        state_dict.update({prefix + key: value for key, value in own.items()})
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        super().__init__()
+        stock = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self._take_conv(stock, backward, max_dim, channels)
 
-    def _from_stock(self, own: dict[str, Any]) -> dict[str, Any]:
-        """W and b as W† and b† in the coordinates of Algorithm 2's first line."""
-        renamed = {f"{key}_dagger" if key in ("weight", "bias") else key: value for key, value in own.items()}
-        W = renamed["weight_dagger"]
-        return renamed | {"U": _eye(W, 1), "c": W.new_zeros(self.in_features)}
+    @classmethod
+    def from_conv(
+        cls, conv: nn.Conv2d, backward: bool = True, *, max_dim: int = MAX_DIM, channels: bool = False
+    ) -> WhitenedConv2d:
+        """The same function as `conv`, with parameters of its own."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._take_conv(conv, backward, max_dim, channels)
+        return layer.train(conv.training)
+
+    def _take_conv(self, conv: nn.Conv2d, backward: bool, max_dim: int, channels: bool) -> None:
+        for option in _OPTIONS:
+            setattr(self, option, getattr(conv, option))
+        self.geometry = geometry_of(conv)
+        taps, groups = self.geometry.taps, self.groups
+        inputs = blocks_of(self.in_channels * taps, groups, taps, max_dim=max_dim, channels=channels)
+        outputs = blocks_of(self.out_channels, groups, max_dim=max_dim)
+        self._take(conv.weight, conv.bias, inputs, outputs, backward)
+
+    def to_conv(self) -> nn.Conv2d:
+        """The stock layer that computes the same function."""
+        return cast(nn.Conv2d, self.to_stock())
+
+    def _empty_stock(self) -> nn.Conv2d:
+        options = {option: getattr(self, option) for option in _OPTIONS}
+        return nn.Conv2d(**options, bias=self.bias_dagger is not None, device="meta", dtype=self.weight_dagger.dtype)
+
+    def padded(self, z: Tensor) -> Tensor:
+        if self.padding_mode == "zeros":
+            return z
+        both = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation).padding
+        return F.pad(z, [p for pair in reversed(both) for p in pair], mode=self.padding_mode)
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Whitening the weight instead of every patch is the same function with the same gradients, far cheaper. It also
+        # leaves the padding where it belongs: zeros put around z − c would be c put around z.
+        padding = self.padding if self.padding_mode == "zeros" else 0
+        W, b = self._whole()
+        return F.conv2d(self.padded(input), W, b, self.stride, padding, self.dilation, self.groups)
+
+    def _whole(self) -> tuple[Tensor, Tensor | None]:
+        """W and b in the weight's dtype, and never in autocast's: what it rounds is what a stock layer would have."""
+        device, precision = self.weight_dagger.device.type, torch.promote_types(self.weight_dagger.dtype, torch.float32)
+        known = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if known else nullcontext():
+            W, b = self._ordinary(lambda t: t.to(precision))
+            return self._like_weight(W), None if b is None else b.to(self.weight_dagger)
+
+    def extra_repr(self) -> str:
+        options = ", ".join(f"{option}={getattr(self, option)!r}" for option in _OPTIONS)
+        return f"{options}, bias={self.bias_dagger is not None}, backward={self.R is not None}"
 
 
-def _eye(like: Tensor, side: int) -> Tensor:
-    """The identity on one side of a weight."""
-    return torch.eye(like.shape[side], dtype=like.dtype, device=like.device)
+_OPTIONS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")

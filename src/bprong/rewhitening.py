@@ -15,7 +15,7 @@ from bprong.carry import Rules, carry_, check_state, rules_for
 from bprong.checks import check_parameters, one_of, pair, refuse_distributed
 from bprong.convert import whitened_layers
 from bprong.coordinates import Change
-from bprong.layers import WhitenedLinear
+from bprong.layers import WhitenedLayer
 from bprong.likelihood import Likelihood, likelihood_of
 from bprong.moments import wide
 from bprong.recording import Fisher, Measured, record
@@ -153,7 +153,7 @@ class Rewhitening:
         self._schedule.load_state_dict(state, {name: wide(layer.c).device for name, layer in self._layers.items()})
 
 
-def _rewhiten_(layer: WhitenedLinear, side: Side, found: Whitener, mean: Tensor | None, probe: Tensor) -> Change:
+def _rewhiten_(layer: WhitenedLayer, side: Side, found: Whitener, mean: Tensor | None, probe: Tensor) -> Change:
     """Changes the layer's coordinates, and changes them back if that moved its outputs on the probe."""
     with torch.no_grad(), _restored_on_error(layer):
         before = layer(probe)
@@ -177,7 +177,7 @@ def _rewhiten_(layer: WhitenedLinear, side: Side, found: Whitener, mean: Tensor 
 
 
 @contextmanager
-def _restored_on_error(layer: WhitenedLinear) -> Iterator[None]:
+def _restored_on_error(layer: WhitenedLayer) -> Iterator[None]:
     tensors = [t for t in (layer.weight_dagger, layer.bias_dagger, layer.U, layer.c, layer.R) if t is not None]
     saved = [t.detach().clone() for t in tensors]
     try:
@@ -191,5 +191,5 @@ def _restored_on_error(layer: WhitenedLinear) -> Iterator[None]:
         raise
 
 
-def _is_trained(layer: WhitenedLinear) -> bool:
+def _is_trained(layer: WhitenedLayer) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
