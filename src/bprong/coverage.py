@@ -20,6 +20,7 @@ COVERED = (
     "Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention and the recurrent cells are, with real weights "
     "of their own"
 )
+FALLBACK = "fallback: Adam"  # the rule of fallback.py
 FLOAT64 = 8
 
 
@@ -27,7 +28,7 @@ FLOAT64 = 8
 class CoverageRow:
     """What becomes of one parameter.
 
-    treatment  "two-sided", "forward only", "fallback" (Adam's rule) or "frozen"; for a side that is not one block also
+    treatment  "two-sided", "forward only", "fallback: Adam" or "frozen"; for a side that is not one block also
                ", channel-only", ", diagonal" or ", in blocks"
     reason     why it falls back
     inputs, outputs
@@ -58,7 +59,7 @@ class Coverage:
     @property
     def fallback(self) -> dict[str, str]:
         """The parameters that follow Adam's rule instead, with the reason."""
-        return {row.parameter: row.reason for row in self.rows if row.treatment == "fallback"}
+        return {row.parameter: row.reason for row in self.rows if row.treatment == FALLBACK}
 
     @property
     def memory(self) -> int:
@@ -109,7 +110,7 @@ def _row(model: nn.Module, name: str, parameter: Tensor, units: list[Unit], back
         return CoverageRow(name, shape, "frozen")
     if not units:
         reason = fallback_reason(model, parameter)
-        return CoverageRow(name, shape, "fallback", reason, memory=2 * parameter.numel() * size)
+        return CoverageRow(name, shape, FALLBACK, reason, memory=2 * parameter.numel() * size)
     treatment = "two-sided" if backward else "forward only"
     if all(unit.weight is not parameter for unit in units) and any(unit.weight.requires_grad for unit in units):
         return CoverageRow(name, shape, treatment, "with its weight")
