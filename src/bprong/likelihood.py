@@ -17,10 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_of"]
+__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_of", "some"]
 
 
 IGNORED = -100  # torch's own mark of a class index that the loss leaves out
+
+
+def some(mask: Tensor | None) -> Tensor | None:
+    """A mask that leaves something out and something in; else None."""
+    return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask
 
 
 class Likelihood(ABC):
@@ -76,8 +81,7 @@ class Likelihood(ABC):
         mask = self.left_in(y) if isinstance(y, Tensor) else seen
         if mask is None or mask.numel() % self.targets(output):
             return None
-        mask = mask.reshape(self.targets(output), -1).any(dim=1)
-        return None if mask.all() or not mask.any() else mask
+        return some(mask.reshape(self.targets(output), -1).any(dim=1))
 
     def left_in(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as left out; None where there is no such mark."""

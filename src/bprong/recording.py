@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from bprong.likelihood import Likelihood
+from bprong.likelihood import Likelihood, some
 from bprong.moments import Moments
 from bprong.taps import Call, tapped
 from bprong.units import Unit, unit_of
@@ -79,7 +79,8 @@ def record(
     counted:  which targets it does not leave out, where y is not known
     """
     units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
-    traced = errors or counted is not None
+    counted = some(counted)
+    traced = errors or counted is not None  # which rows errors come back to takes a backward pass as well
     with observed(model, units, x, seed, traced) as (output, calls):
         return measure(
             {name: centre for name, (_, centre) in layers.items()}, output, calls, y,

@@ -97,7 +97,7 @@ class Statistics:
 
     def observe(self, x: Any, y: Tensor | None) -> None:
         if self.schedule.wanted:
-            self._observed.append((x, y, None))
+            self._observed.append((x, y, self._likelihood.left_in(y) if isinstance(y, Tensor) else None))
 
     def refresh(self, centred: Centred, carry: Callable[[Layer, Tensor | None], None]) -> None:
         """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
