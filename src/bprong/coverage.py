@@ -75,7 +75,7 @@ class Coverage:
         sums = {key: sum(getattr(row, key) for row in self.rows) for key in ("memory", "refresh", "step")}
         total = f"in all {_amount(sums['memory'], 'B')}; {_amount(sums['refresh'], 'flop')} to factor all sides at a "
         total += f"refresh, {_amount(sums['step'], 'flop')} more than SGD at a step"
-        return "\n".join([table(header, lines, left=5), total])
+        return "\n".join([table(header, lines, left=(0, 1, 2, 3, 4, 8)), total])
 
 
 def coverage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,15 +66,15 @@ class Report:
         return "\n".join([*lines, f"share of time: {shares}"])
 
 
-def table(header: list[str], rows: list[list[str]], left: int = 0) -> str:
-    """Columns of equal width, the first `left` of them aligned to the left.
+def table(header: list[str], rows: list[list[str]], left: Collection[int] = ()) -> str:
+    """Columns of equal width, those numbered in `left` aligned to the left.
 
-    >>> print(table(["a", "size"], [["long", "1"]], left=1))
+    >>> print(table(["a", "size"], [["long", "1"]], left=[0]))
     a     size
     long     1
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    aligned = [f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)]
+    aligned = [f"{{:{'<' if i in left else '>'}{width}}}" for i, width in enumerate(widths)]
     return "\n".join("  ".join(aligned).format(*row).rstrip() for row in [header, *rows])
 
 
