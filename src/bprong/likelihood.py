@@ -73,15 +73,12 @@ class Likelihood(ABC):
         if len(y) != len(output):
             raise ValueError(f"{len(y)} targets were given for a batch of {len(output)}")
 
-    def counted(self, output: Tensor, y: Tensor | None, seen: Tensor | None = None) -> Tensor | None:
-        """Which targets the loss counts, (targets,); None: all of them.
-
-        seen: where the gradient at the output is not zero, the last dimension apart; used where y does not tell.
-        """
-        mask = self.left_in(y) if isinstance(y, Tensor) else seen
+    def counted(self, output: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Which targets the loss counts, (targets,), from a mask that may be finer; None: all of them."""
         if mask is None or mask.numel() % self.targets(output):
             return None
-        return some(mask.reshape(self.targets(output), -1).any(dim=1))
+        mask = mask.reshape(self.targets(output), -1).any(dim=1)
+        return mask if mask.any() else None
 
     def left_in(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as left out; None where there is no such mark."""

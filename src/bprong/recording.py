@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from bprong.likelihood import Likelihood, some
+from bprong.likelihood import Likelihood
 from bprong.moments import Moments
 from bprong.taps import Call, tapped
 from bprong.units import Unit, unit_of
@@ -75,11 +75,10 @@ def record(
     """Runs `model` on x and measures the layers, given by name with whether their z is centred.
 
     inputs, errors: which of z and δ to measure; z alone needs no backward pass
-    y:        the data's targets; used by fisher="empirical", and to know which targets the loss leaves out
-    counted:  which targets it does not leave out, where y is not known
+    y:        the data's targets; used by fisher="empirical" only
+    counted:  which targets the loss does not leave out, the output's last dimension apart; None: it leaves out none
     """
     units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
-    counted = some(counted)
     traced = errors or counted is not None  # which rows errors come back to takes a backward pass as well
     with observed(model, units, x, seed, traced) as (output, calls):
         return measure(
@@ -108,13 +107,13 @@ def measure(
     measured = {name: Measured() for name in centred}
     if likelihood is not None:
         likelihood.check(output)
-        counted = likelihood.counted(output, y, counted)
+        counted = likelihood.counted(output, counted)
     elif counted is not None:
         counted = counted.flatten()
     reached: dict[Call, Tensor] = {}
     for call, delta, targets in _errors(output, calls, y, likelihood if errors else None, fisher, counted):
         if counted is not None:
-            rows = call.errors(delta).flatten(1).any(dim=1)
+            rows = _reached(call.errors(delta))
             reached[call] = reached[call] | rows if call in reached else rows
         if errors and likelihood is not None:
             m, seen = measured[call.layer], call.error_moments(delta, targets)
@@ -125,6 +124,13 @@ def measure(
         if inputs and (z := call.input_moments(centred[call.layer], reached.get(call))) is not None:
             m.z = z if m.z is None else m.z.merge(z)
     return measured
+
+
+def _reached(delta: Tensor) -> Tensor:
+    """Which rows (rows, groups, out) an error comes to; one that cancels but for rounding does not count."""
+    size = delta.detach().flatten(1).norm(dim=1)
+    least: Tensor = size.max() * torch.finfo(size.dtype).eps ** 0.75
+    return size > least
 
 
 def _errors(

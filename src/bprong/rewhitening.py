@@ -16,7 +16,7 @@ from bprong.checks import check_parameters, one_of, pair, refuse_distributed
 from bprong.convert import whitened_layers
 from bprong.coordinates import Change
 from bprong.layers import WhitenedLayer
-from bprong.likelihood import Likelihood, likelihood_of
+from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.moments import wide
 from bprong.recording import Fisher, Measured, record
 from bprong.schedule import SIDES, Schedule, Settings, Side
@@ -116,10 +116,12 @@ class Rewhitening:
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
         schedule = self._schedule
+        counted = some(self._likelihood.left_in(y)) if isinstance(y, Tensor) else None
         measured = record(
             self.model, {name: (layer, layer.centred) for name, layer in self._layers.items()}, x, y,
             likelihood=self._likelihood if "backward" in schedule.sides else None, fisher=schedule.settings.fisher,
-            inputs="forward" in schedule.wanted, errors="backward" in schedule.wanted, seed=schedule.seed,
+            inputs="forward" in schedule.wanted, errors="backward" in schedule.wanted,
+            counted=counted, seed=schedule.seed,
         )  # fmt: skip
         schedule.average_(measured)
         return measured

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bprong.coverage import COVERED, covered_units, fallback_reason
-from bprong.likelihood import Likelihood, likelihood_of
+from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.listening import Listener, copied, nonzero
 from bprong.moments import wide
 from bprong.preconditioner import Preconditioner
@@ -30,6 +30,7 @@ from bprong.whitening import WhiteningError, rank
 __all__ = ["Layer", "Recorder", "Statistics"]
 
 Recorder = Callable[..., None]
+Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 
 
@@ -75,7 +76,7 @@ class Statistics:
         self.watch = Stopwatch()
         self._likelihood = likelihood_of(likelihood)
         self._examples = examples
-        self._observed: list[tuple[Any, Tensor | None, Tensor | None]] = []
+        self._observed: list[Batch] = []
         self._recorded: list[dict[str, Measured]] = []
         self._listen()
 
@@ -115,8 +116,7 @@ class Statistics:
                     self._refresh(self.layers[name], side, m, carry)
 
     def _measure(self, centred: Centred) -> dict[str, Measured]:
-        batches = self._observed or [(call, *self._told(read)) for call, read in self._listener.take()]
-        passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(batches)]
+        passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(self._batches())]
         if not passes:
             raise RuntimeError(
                 "a refresh is due and no batch was seen since the last step: the model given to the optimizer was not "
@@ -132,11 +132,24 @@ class Statistics:
     def _empirical(self) -> bool:
         return self.schedule.settings.fisher == "empirical"
 
+    def _batches(self) -> list[Batch]:
+        """What was given or heard since the last step.
+
+        Batches of whose targets the loss counts none are left out, and unless it leaves out some, all count. Either is
+        said of all batches of a step together, so that micro-batches are measured as their whole would be.
+        """
+        batches = self._observed or [(call, *self._told(read)) for call, read in self._listener.take()]
+        batches = [batch for batch in batches if batch[2] is None or batch[2].any()] or batches
+        if all(counted is None or counted.all() for *_, counted in batches):
+            return [(x, y, None) for x, y, _ in batches]
+        return batches
+
     def _told(self, read: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The data's targets, and which of them count, from what was read off the gradient at the output."""
         if read is None or not self._empirical:
             return None, read
-        return self._likelihood.targets_behind(read), None
+        y = self._likelihood.targets_behind(read)
+        return y, self._likelihood.left_in(y)
 
     def _check_reached(self, measured: Mapping[str, Measured]) -> None:
         """At the first refresh every trained layer must have been seen: later, one may be idle for a while."""
@@ -185,7 +198,9 @@ class Statistics:
 
             def take(output: Any, y: Tensor | None = None) -> None:
                 with random_numbers(self.model, mixed(self.schedule.seed, len(self._recorded))):
-                    self._recorded.append(measure(centred, tensor_of(output), calls, y, **self._how()))
+                    counted = some(self._likelihood.left_in(y)) if isinstance(y, Tensor) else None
+                    seen = measure(centred, tensor_of(output), calls, y, counted=counted, **self._how())
+                    self._recorded.append(seen)
                 calls.clear()
 
             yield take

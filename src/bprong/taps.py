@@ -99,6 +99,9 @@ def tapped(units: Iterable[Unit]) -> Iterator[list[Call]]:
                 stack.callback(taps.listen(unit, unit.module))
         for place, name, stand_in in taps.stand_ins():
             stack.enter_context(_replaced(place, name, stand_in))
+        # Attention in eval mode without gradients is one function, in which no projection could be seen.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         yield taps.calls
 
 
