@@ -77,3 +77,20 @@ def test_deepcopy_and_pickle(problem, clone):
     assert_unchanged(at, snapshot(other))  # a pair of their own
     train(other, other_optimizer, data(problem, 7))
     assert_unchanged(snapshot(model), snapshot(other))
+
+
+@both
+def test_a_bias_whose_lr_is_zero_follows_the_centre(problem):
+    """Δb = −ΔW c, with the weight's own lr: at the mean of its inputs a layer computes what it did."""
+    model = make(problem)
+    before = {p: p.detach().clone() for p in model.parameters()}
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    weights = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+    optimizer = build(model, params=[{"params": weights}, {"params": biases, "lr": 0.0}])
+    train(model, optimizer, data(problem, 1))
+    for layer in optimizer.statistics.layers.values():
+        if layer.bias is not None:
+            moved = layer.unit.own(layer.weight - before[layer.weight])
+            seen = layer.unit.times(moved, layer.moments["forward"].mean.view_as(layer.c))
+            assert_close(layer.unit.vector(layer.bias - before[layer.bias]), -seen, 1e-9, layer.name)
+            assert seen.norm() > 1e-6
