@@ -33,7 +33,7 @@ from bprong.experiments.data import load, sequences_to_sort
 from bprong.experiments.models import digits_convnet, sequence_transformer
 from bprong.whitening import WhiteningError
 
-BPRONG_SETTINGS: dict[str, Any] = {"momentum": 0.9}  # as SGD has it; everything else at its default
+BPRONG_SETTINGS: dict[str, Any] = {"momentum": 0.9, "max_step": 0.1}  # everything else at its default
 BATCH, EVALUATE_EVERY = 64, 25
 TRIALS, MOST_TRIALS = 7, 13  # learning rates a method; the most that edges can make of them
 METHODS: dict[str, Callable[..., Optimizer]] = {

@@ -129,8 +129,8 @@ def measure(
 def _reached(delta: Tensor) -> Tensor:
     """Which rows (rows, groups, out) an error comes to; one that cancels but for rounding does not count."""
     size = delta.detach().flatten(1).norm(dim=1)
-    least: Tensor = size.max() * torch.finfo(size.dtype).eps ** 0.75
-    return size > least
+    least: float = float(size.max()) * torch.finfo(size.dtype).eps ** 0.75
+    return torch.gt(size, least)
 
 
 def _errors(
