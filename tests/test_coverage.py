@@ -119,7 +119,18 @@ def test_nothing_is_allocated():
 def test_it_prints_as_a_table():
     printed = str(bprong.coverage(nn.Sequential(nn.Linear(784, 100), nn.LayerNorm(100))))
     header, first, *_, last = printed.splitlines()
-    assert header.split() == ["parameter", "shape", "treatment", "inputs", "outputs", "memory", "refresh", "step"]
+    assert header.split() == [
+        "parameter",
+        "shape",
+        "treatment",
+        "inputs",
+        "outputs",
+        "memory",
+        "refresh",
+        "per",
+        "row",
+        "step",
+    ]
     assert first.split()[:5] == ["0.weight", "100", "×", "784", "two-sided"]
     assert last.startswith("in all 7.51 MB; ")
 

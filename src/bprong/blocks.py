@@ -98,16 +98,21 @@ def blocks_of(
 ) -> Blocks:
     """The blocks for a side of so many features (in all groups), `taps` of which belong to each channel.
 
-    One block a group up to `max_dim` features; beyond it, or on request, a convolution's channels; and beyond that
-    the largest blocks that divide the features and take no more memory than one block of `max_dim` would.
+    One block a group, a convolution's channels on request or where that is too much, and beyond that the largest blocks
+    that divide the features: whatever takes no more memory than one block of `max_dim` would.
 
     >>> [str(blocks_of(d, max_dim=100)) for d in (100, 120, 500, 20_000)]
     ['100', '2 × 60 blocks', '25 × 20 blocks', '20000 diagonal']
     """
     each = features // groups
-    if each <= max_dim and not (channels and taps > 1):
+    if each <= _largest(features, max_dim) and not (channels and taps > 1):
         return Blocks(each, 1, groups)
     each //= taps
-    largest = min(max_dim, max(1, max_dim**2 // (each * groups)))
-    size = each if each <= max_dim else next(b for b in range(min(largest, each), 0, -1) if each % b == 0)
+    largest = min(_largest(each * groups, max_dim), each)
+    size = next(b for b in range(largest, 0, -1) if each % b == 0)
     return Blocks(size, each // size, groups, taps)
+
+
+def _largest(features: int, max_dim: int) -> int:
+    """The size of blocks with which so many features take no more memory than one block of `max_dim`."""
+    return min(max_dim, max(1, max_dim**2 // features))

@@ -13,7 +13,7 @@ from bprong.coordinates import Change
 from bprong.layers import WhitenedLayer
 from bprong.moments import wide
 
-__all__ = ["Rule", "Rules", "carry_", "check_state", "rules_for"]
+__all__ = ["Rule", "Rules", "carry_", "check_state", "rate_ratio", "rules_for"]
 
 Rule = Literal["velocity", "gradient", "squares"]  # the methods of Change
 Rules = Mapping[str, Rule]  # by the key under which an optimizer keeps it
@@ -71,7 +71,7 @@ def carry_(optimizer: Optimizer, rules: Rules, layer: WhitenedLayer, change: Cha
     bias_state = {} if b is None else optimizer.state.get(b, {})
     for key, rule in rules.items():
         # A momentum buffer is a velocity up to the learning rate, which weight and bias may have each their own of.
-        ratio = _rate(optimizer, W) / _rate(optimizer, b) if rule == "velocity" and b is not None else 1.0
+        ratio = rate_ratio(_rate(optimizer, W), _rate(optimizer, b)) if rule == "velocity" and b is not None else 1.0
         _move(change, rule, layer, weight_state.get(key), bias_state.get(key), ratio)
     _move(change, "gradient", layer, W.grad, None if b is None else b.grad)
 
@@ -82,17 +82,27 @@ def _move(
     """W and b move together; W counts `ratio` times as much for b as for itself."""
     if W is None and b is None:
         return
-    W_old = torch.zeros_like(wide(layer.weight_dagger)) if W is None else wide(W) * ratio
+    W_old = torch.zeros_like(wide(layer.weight_dagger)) if W is None else wide(W)
     W_new, b_new = getattr(change, rule)(W_old, None if b is None else wide(b))
+    if b is not None and ratio != 1:  # velocities: W moves without regard to b
+        _, b_new = getattr(change, rule)(W_old * ratio, wide(b))
     if W is not None:
-        W.copy_(W_new / ratio)
+        W.copy_(W_new)
     if b is not None:
         b.copy_(b_new)
 
 
+def rate_ratio(weight: float, bias: float) -> float:
+    """By how much a weight's buffer counts for its bias's, each a velocity up to its own learning rate.
+
+    Where both rates are zero, as if they were equal and very small; a bias at rest has no velocity to keep.
+    """
+    return 1.0 if weight == bias else weight / bias if bias else 0.0
+
+
 def _rate(optimizer: Optimizer, parameter: Tensor) -> float:
-    """The learning rate of the group a parameter is in; 1 where it is in none, or its rate is 0 and nothing moves."""
+    """The learning rate of the group a parameter is in; 1 where it is in none."""
     for group in optimizer.param_groups:
         if any(parameter is p for p in group["params"]):
-            return float(group["lr"]) or 1.0
+            return float(group["lr"])
     return 1.0

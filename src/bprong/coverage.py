@@ -34,7 +34,8 @@ class CoverageRow:
     inputs, outputs
                the blocks its two sides are whitened in, e.g. "784", "3 × 64", "25 channels", "500 diagonal"
     memory     bytes kept for it beyond the parameter and its gradient, momentum buffers apart
-    refresh    floating-point operations to factor its sides; measuring them takes `per_row` more for each row measured
+    refresh    floating-point operations to factor its sides
+    per_row    what measuring them takes for each row measured: of a convolution, each position of each example
     step       floating-point operations that a step takes beyond SGD's
     """
 
@@ -66,16 +67,19 @@ class Coverage:
         return sum(row.memory for row in self.rows)
 
     def __str__(self) -> str:
-        header = ["parameter", "shape", "treatment", "inputs", "outputs", "memory", "refresh", "step", ""]
+        header = ["parameter", "shape", "treatment", "inputs", "outputs", "memory", "refresh", "per row", "step", ""]
         lines = [
             [row.parameter, " × ".join(map(str, row.shape)), row.treatment, row.inputs, row.outputs,
-             _amount(row.memory, "B"), _amount(row.refresh, "flop"), _amount(row.step, "flop"), row.reason]
+             _amount(row.memory, "B"), _amount(row.refresh, "flop"), _amount(row.per_row, "flop"),
+             _amount(row.step, "flop"), row.reason]
             for row in self.rows
         ]  # fmt: skip
         sums = {key: sum(getattr(row, key) for row in self.rows) for key in ("memory", "refresh", "step")}
-        total = f"in all {_amount(sums['memory'], 'B')}; {_amount(sums['refresh'], 'flop')} to factor all sides at a "
-        total += f"refresh, {_amount(sums['step'], 'flop')} more than SGD at a step"
-        return "\n".join([table(header, lines, left=(0, 1, 2, 3, 4, 8)), total])
+        total = (
+            f"in all {_amount(sums['memory'], 'B') or 'nothing'}; {_amount(sums['refresh'], 'flop') or 'nothing'} to "
+        )
+        total += f"factor all sides at a refresh, {_amount(sums['step'], 'flop') or 'nothing'} more than SGD at a step"
+        return "\n".join([table(header, lines, left=(0, 1, 2, 3, 4, 9)), total])
 
 
 def coverage(
@@ -91,6 +95,8 @@ def coverage(
     >>> found.rows[0].treatment, found.rows[0].inputs, found.fallback
     ('two-sided', '784', {'3.weight': 'in LayerNorm', '3.bias': 'in LayerNorm'})
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"coverage takes a model, not a {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
     limits = Limits(whole("max_dim", max_dim, 1), channels)
     units: dict[int, list[Unit]] = {}
@@ -176,8 +182,10 @@ def fallback_reason(model: nn.Module, parameter: Tensor) -> str:
     module = model.get_submodule(names[0].rpartition(".")[0])
     if isinstance(module, nn.Embedding) and type(module) is nn.Embedding:
         return "in an Embedding with scale_grad_by_freq or sparse=True"
-    if isinstance(module, nn.Linear) and type(module) is nn.Linear:
-        return "in a Linear that the optimizer was not built with"
+    if parameter.is_complex():
+        return "complex"
+    if any(parameter is p for unit in covered_units(model) for p in (unit.weight, unit.bias)):
+        return f"in a {type(module).__name__} that the optimizer was not built with"
     return f"in {type(module).__name__}"
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bprong.errors import errors_of, roots_of
 from bprong.layers import WhitenedLinear
 from bprong.likelihood import Likelihood, likelihood_of
 from bprong.moments import Moments, wide
-from bprong.recording import errors_of, observed, record, roots_of
+from bprong.recording import observed, record
 from bprong.taps import Call
 
 __all__ = [

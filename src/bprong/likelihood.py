@@ -80,6 +80,13 @@ class Likelihood(ABC):
         mask = mask.reshape(self.targets(output), -1).any(dim=1)
         return mask if mask.any() else None
 
+    def heard(self, gradient: Tensor) -> Tensor | str:
+        """Which targets the user's loss counts, read off its gradient at the output: where that is not zero.
+
+        The last dimension apart; or what is wrong, in words.
+        """
+        return (gradient != 0).any(dim=-1) if gradient.ndim > 1 else gradient != 0
+
     def left_in(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as left out; None where there is no such mark."""
         return None
@@ -140,6 +147,16 @@ class Categorical(Likelihood):
                 f"class indices must lie in 0 … {output.shape[-1] - 1}; "
                 f"these lie in {int(classes.min())} … {int(classes.max())}"
             )
+
+    def heard(self, gradient: Tensor) -> Tensor | str:
+        """Over the classes of a target the gradient of a cross-entropy sums to zero, which tells where they are."""
+        if gradient.ndim == 3 and _sums_to_zero(gradient, 1) and not _sums_to_zero(gradient, 2):
+            return (
+                f"categorical reads classes from the last dimension of an output; in this one, of shape "
+                f"{tuple(gradient.shape)}, the loss has them in the second. Let the model return output.mT, and give "
+                f"the loss its .mT"
+            )
+        return super().heard(gradient)
 
     def left_in(self, y: Tensor) -> Tensor | None:
         return y != IGNORED
@@ -230,6 +247,10 @@ def likelihood_of(choice: str | Likelihood) -> Likelihood:
     if isinstance(choice, str) and choice in _BY_NAME:
         return _BY_NAME[choice]()
     raise ValueError(f"likelihood must be one of {tuple(_BY_NAME)} or a bprong.Likelihood, not {choice!r}")
+
+
+def _sums_to_zero(gradient: Tensor, dim: int) -> bool:
+    return float(gradient.sum(dim=dim).abs().max()) <= 1e-3 * float(gradient.abs().max())
 
 
 def _units(output: Tensor) -> Iterator[tuple[Tensor | None, int, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from bprong.recording import Arguments, tensor_of
 
-__all__ = ["Listener", "copied", "nonzero"]
+__all__ = ["Listener", "copied"]
 
-Read = Callable[[Tensor], Tensor]
+Read = Callable[[Tensor], Any]
 
 
 class Listener:
@@ -43,16 +44,19 @@ class Listener:
         if torch.compiler.is_compiling() or self.read is None or self.last is None:
             return
         if self.wanted and not Listener.paused and module.training:
-            tensor, read, found = tensor_of(output), self.read, self.last[3]
+            try:
+                tensor, read, found = tensor_of(output), self.read, self.last[3]
+            except TypeError:  # the pass that measures, or whoever calls the likelihood, says what is missing
+                return
             if tensor.requires_grad:
                 tensor.register_hook(lambda g: found.append(read(g.detach())))  # type: ignore[no-untyped-call]
 
-    def take(self) -> list[tuple[Arguments, Tensor | None]]:
+    def take(self) -> list[tuple[Arguments, Any]]:
         """The calls kept, in their order, each with what was read off the gradient at its output.
 
         They are forgotten. Raises if a batch has been written to since its call.
         """
-        kept: list[tuple[Arguments, Tensor | None]] = []
+        kept: list[tuple[Arguments, Any]] = []
         link, self.last = self.last, None
         while link is not None:
             args, kwargs, versions, found, link = link
@@ -61,7 +65,7 @@ class Listener:
                     "the batch was changed in place between the model's call and the step, so it cannot be measured: "
                     "give a copy that stays, optimizer.observe(x.clone()), before it is changed"
                 )
-            kept.append((Arguments(args, kwargs), found[-1] if found else None))
+            kept.append((Arguments(args, kwargs), _together(found)))
         return kept[::-1]
 
     def attach(self, model: nn.Module, owner: object) -> None:
@@ -86,9 +90,10 @@ class Listener:
         return Listener, (False,)
 
 
-def nonzero(gradient: Tensor) -> Tensor:
-    """Which targets a loss counts: where its gradient is not zero, the last dimension apart."""
-    return (gradient != 0).any(dim=-1) if gradient.ndim > 1 else gradient != 0
+def _together(found: list[Any]) -> Any:
+    """Of several backward passes through one output: what counts for one counts, gradients add up, words are kept."""
+    words = [read for read in found if isinstance(read, str)]
+    return words[0] if words else functools.reduce(torch.add, found) if found else None
 
 
 def _versions(batch: Any) -> list[int] | None:

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bprong.carry import rate_ratio
 from bprong.checks import number, positive, refuse_distributed
 from bprong.expert import Expert
 from bprong.fallback import adam_step_
 from bprong.likelihood import Likelihood
+from bprong.preconditioner import Layer
 from bprong.reporting import Report
 from bprong.schedule import PATIENCE, WhiteningWarning
-from bprong.statistics import Layer, Recorder, Statistics
+from bprong.statistics import Recorder, Statistics
 from bprong.units import Limits
 from bprong.whitening import Damping
 
@@ -203,11 +205,11 @@ class BPRONG(Optimizer):
         if b is None or any(buffer is None for buffer in buffers):
             return
         moved = (0 if layer.c is None else layer.c) - (0 if c_before is None else c_before)
-        rates = {p: group["lr"] or 1.0 for group in self.param_groups for p in group["params"]}
+        rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
         if isinstance(moved, Tensor):
             unit = layer.unit
             seen = unit.times(unit.own(buffers[0]), moved.to(buffers[0]))
-            unit.vector(buffers[1]).add_(seen, alpha=rates[W] / rates[b])
+            unit.vector(buffers[1]).add_(seen, alpha=rate_ratio(rates[W], rates[b]))
 
     def _centred(self) -> dict[str, bool]:
         """The layers this optimizer trains, and whether their inputs are centred.

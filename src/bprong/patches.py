@@ -7,13 +7,13 @@ the zeros at the border are part of z.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Geometry", "geometry_of", "patches"]
+__all__ = ["Geometry", "geometry_of", "patch_rows", "patches"]
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,36 @@ def patches(z: Tensor, geometry: Geometry) -> Tensor:
     >>> patches(torch.arange(4.0).view(1, 1, 4), Geometry.of([2])).flatten(2).tolist()
     [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]]
     """
+    windows = _windows(z, geometry)
+    return windows.flatten(1, len(geometry.kernel)).flatten(3)
+
+
+def patch_rows(z: Tensor, geometry: Geometry, most: int) -> Iterator[Tensor]:
+    """The same as rows (rows, groups, C/groups · taps), in their order, some `most` numbers at a time.
+
+    Patches overlap, so that all of them at once may take many times the memory of the image they are cut from.
+    """
+    windows, n = _windows(z, geometry), len(geometry.kernel)
+    lines = windows.shape[1]
+    each = windows[:1, :1].numel()
+    examples = max(1, most // (each * lines))
+    step = lines if examples > 1 else max(1, most // each)
+    for example in range(0, len(windows), examples):
+        for line in range(0, lines, step):
+            part = windows[example : example + examples, line : line + step]
+            yield part.flatten(0, n).flatten(2)
+
+
+def _windows(z: Tensor, geometry: Geometry) -> Tensor:
+    """(N, *positions, groups, C/groups, *taps): a view of the padded input."""
     n = len(geometry.kernel)
     if z.ndim == n + 1:
         z = z.unsqueeze(0)
     z = F.pad(z, [p for both in reversed(geometry.padding) for p in both])
+    z = z.reshape(len(z), geometry.groups, -1, *z.shape[2:])
     for dim, (k, s, d) in enumerate(zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)):
-        z = z.unfold(2 + dim, d * (k - 1) + 1, s)[..., ::d]  # the taps of this dimension come last
-    z = z.reshape(len(z), geometry.groups, -1, *z.shape[2:]).movedim((1, 2), (n + 1, n + 2))
-    return z.flatten(1, n).flatten(3)  # from (N, *positions, groups, C/groups, *taps)
+        z = z.unfold(3 + dim, d * (k - 1) + 1, s)[..., ::d]  # the taps of this dimension come last
+    return z.movedim((1, 2), (n + 1, n + 2))
 
 
 def _each(value: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from bprong.blocks import Blocks
 from bprong.moments import Moments, outer
 from bprong.schedule import Side
-from bprong.whitening import Damping, inverse
+from bprong.units import Unit
+from bprong.whitening import Damping, inverse, rank
 
-__all__ = ["Preconditioner", "distance_from_white"]
+__all__ = ["Layer", "Preconditioner", "distance_from_white"]
 
 
 @dataclass(eq=False)
@@ -94,6 +95,40 @@ class Preconditioner:
         else:
             self.UU = found
             self.c = None if moments.mean is None else self.inputs.features_of(moments.mean).to(like)
+
+
+class Layer(Preconditioner):
+    """A unit of the user's model with its preconditioner."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit.forward, unit.backward)
+        self.unit, self.name, self.weight, self.bias = unit, unit.name, unit.weight, unit.bias
+
+    @property
+    def like(self) -> Tensor:
+        """What the inverses are like: the weight, in at least float32, since in bfloat16 they turn indefinite."""
+        return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
+
+    def gradients(self, groups: Mapping[Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Of weight and bias as matrix and vector, each where it is trained and has one."""
+        g_W, g_b = (None if p is None or p not in groups else p.grad for p in (self.weight, self.bias))
+        unit = self.unit
+        return None if g_W is None else unit.matrix(unit.own(g_W)), None if g_b is None else unit.vector(g_b)
+
+    def row(self, t: int, damping: Mapping[Side, Damping]) -> dict[str, Any]:
+        """For the report at step t."""
+        row: dict[str, Any] = {"layer": self.name, "step_norm": self.step_norm}
+        row |= {"forward_form": str(self.inputs), "backward_form": str(self.outputs)}
+        for side, refreshed_at in self.refreshed_at.items():
+            if (moments := self.moments.get(side)) is not None:
+                second = moments.second
+                row |= {
+                    f"{side}_rank": f"{rank(second)}/{second.diagonal(dim1=-2, dim2=-1).numel()}",
+                    f"{side}_damping": float((damping[side].value * damping[side].scale(second)).mean()),
+                    f"{side}_age": t - refreshed_at,
+                    f"{side}_from_white": self.white.get(side),
+                }
+        return row
 
 
 def distance_from_white(inverse: Tensor | None, second: Tensor) -> float:

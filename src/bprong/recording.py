@@ -8,34 +8,32 @@ and the module's mode are afterwards as they were before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from bprong.errors import Fisher, errors_of, of_targets, roots_of, rows_that_count
 from bprong.likelihood import Likelihood
 from bprong.moments import Moments
-from bprong.taps import Call, tapped
+from bprong.taps import Call, Calls, tapped
 from bprong.units import Unit, unit_of
+from bprong.verify import unexplained
 
 __all__ = [
     "Arguments",
-    "Fisher",
     "Measured",
-    "errors_of",
     "measure",
+    "merged",
     "observed",
     "random_numbers",
     "record",
-    "roots_of",
     "tensor_of",
 ]
-
-Fisher = Literal["sampled", "exact", "empirical"]
 
 
 class Arguments(NamedTuple):
@@ -52,11 +50,15 @@ class Measured:
     z:         moments of its inputs, where they were asked for
     delta:     moments of its errors, where they were asked for and reached it
     probe:     the inputs of its last call, to compare the layer's outputs on
+    called:    whether it was called at all, if only with no row
+    unexplained: whether its weight does more than was seen
     """
 
     z: Moments | None = None
     delta: Moments | None = None
     probe: Tensor | None = None
+    called: bool = False
+    unexplained: bool = False
 
 
 def record(
@@ -70,6 +72,8 @@ def record(
     inputs: bool = True,
     errors: bool = True,
     counted: Tensor | None = None,
+    heard: bool = False,
+    verify: bool = False,
     seed: int,
 ) -> dict[str, Measured]:
     """Runs `model` on x and measures the layers, given by name with whether their z is centred.
@@ -77,20 +81,38 @@ def record(
     inputs, errors: which of z and δ to measure; z alone needs no backward pass
     y:        the data's targets; used by fisher="empirical" only
     counted:  which targets the loss does not leave out, the output's last dimension apart; None: it leaves out none
+    heard:    that was read off a gradient, in which a target the model is certain of looks like one left out
+    verify:   find out whether all that the layers' weights do is seen
     """
     units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
-    traced = errors or counted is not None  # which rows errors come back to takes a backward pass as well
-    with observed(model, units, x, seed, traced) as (output, calls):
-        return measure(
+    with observed(model, units, x, seed, errors or counted is not None or verify) as (output, calls):
+        measured = measure(
             {name: centre for name, (_, centre) in layers.items()}, output, calls, y,
-            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, counted=counted,
+            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, counted=counted, heard=heard,
         )  # fmt: skip
+        for name in unexplained(output, calls) if verify else ():
+            measured[name].unexplained = True
+        return measured
+
+
+def merged(seen: list[Measured]) -> Measured:
+    """Of several batches, as if they had been one."""
+    all_ = seen[0]
+    for m in seen[1:]:
+        all_ = Measured(
+            m.z if all_.z is None else all_.z if m.z is None else all_.z.merge(m.z),
+            m.delta if all_.delta is None else all_.delta if m.delta is None else all_.delta.merge(m.delta),
+            all_.probe if m.probe is None else m.probe,
+            all_.called or m.called,
+            all_.unexplained or m.unexplained,
+        )
+    return all_
 
 
 def measure(
     centred: Mapping[str, bool],
     output: Tensor,
-    calls: Sequence[Call],
+    calls: Calls,
     y: Tensor | None,
     *,
     likelihood: Likelihood | None,
@@ -98,108 +120,40 @@ def measure(
     inputs: bool,
     errors: bool,
     counted: Tensor | None = None,
+    heard: bool = False,
 ) -> dict[str, Measured]:
-    """The moments of calls that led to an output; without a likelihood, of their inputs alone.
-
-    Where the loss leaves targets out, only the others count: as targets, and of the inputs only the rows that an error
-    of theirs comes back to (padding has none, unless it is attended to).
-    """
-    measured = {name: Measured() for name in centred}
+    """The moments of calls that led to an output; without a likelihood, of their inputs alone."""
+    measured = {name: Measured(called=name in calls.idle) for name in centred}
+    counts: dict[Call, Tensor] = {}
     if likelihood is not None:
         likelihood.check(output)
         counted = likelihood.counted(output, counted)
-    elif counted is not None:
+    if counted is not None:
         counted = counted.flatten()
-    reached: dict[Call, Tensor] = {}
-    for call, delta, targets in _errors(output, calls, y, likelihood if errors else None, fisher, counted):
-        if counted is not None:
-            rows = _reached(call.errors(delta))
-            reached[call] = reached[call] | rows if call in reached else rows
-        if errors and likelihood is not None:
-            m, seen = measured[call.layer], call.error_moments(delta, targets)
-            m.delta = seen if m.delta is None else m.delta.overlay(seen)
+        if heard and likelihood is not None:
+            (drawn,) = roots_of(output, None, likelihood, "sampled")
+            counted = counted | ~drawn.reshape(len(counted), -1).any(dim=1)
+        counts = rows_that_count(output, calls, counted)
     for call in calls:
         m = measured[call.layer]
-        m.probe = call.z
-        if inputs and (z := call.input_moments(centred[call.layer], reached.get(call))) is not None:
+        m.probe, m.called = call.z, True
+        if inputs and (z := call.input_moments(centred[call.layer], counts.get(call))) is not None:
             m.z = z if m.z is None else m.z.merge(z)
+    if errors and likelihood is not None:
+        roots: Iterable[Tensor] = roots_of(output, y, likelihood, fisher)
+        targets = likelihood.targets(output)
+        if counted is not None:
+            roots, targets = (of_targets(root, counted) for root in roots), int(counted.sum())
+        for call, delta in errors_of(output, calls, roots):
+            m, seen = measured[call.layer], call.error_moments(delta, targets)
+            m.delta = seen if m.delta is None else m.delta.overlay(seen)
     return measured
-
-
-def _reached(delta: Tensor) -> Tensor:
-    """Which rows (rows, groups, out) an error comes to; one that cancels but for rounding does not count."""
-    size = delta.detach().flatten(1).norm(dim=1)
-    least: float = float(size.max()) * torch.finfo(size.dtype).eps ** 0.75
-    return torch.gt(size, least)
-
-
-def _errors(
-    output: Tensor,
-    calls: Sequence[Call],
-    y: Tensor | None,
-    likelihood: Likelihood | None,
-    fisher: Fisher,
-    counted: Tensor | None,
-) -> Iterator[tuple[Call, Tensor, int]]:
-    """δ of every call, root by root, with the number of targets; without a likelihood, of where errors come to only."""
-    if likelihood is None and counted is None:
-        return
-    roots = [torch.randn_like(output)] if likelihood is None else roots_of(output, y, likelihood, fisher)
-    targets = 0 if likelihood is None else likelihood.targets(output)
-    if counted is not None:
-        rows, targets = counted.view(-1, 1), int(counted.sum())
-        roots = ((root.reshape(len(rows), -1) * rows).view_as(root) for root in roots)
-    for call, delta in errors_of(output, calls, roots):
-        yield call, delta, targets
-
-
-def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
-    """Gradients at the output whose outer products add up to (or, drawn, estimate) its Fisher matrix."""
-    if not torch.isfinite(output).all():  # nothing can be drawn from it; the errors are as unknown as the output
-        return [torch.full_like(output, torch.nan)]
-    if fisher == "exact":
-        return (root * _signs(root) for root in likelihood.roots(output))
-    if fisher == "sampled":
-        y = likelihood.sample(output)
-    elif y is None:
-        raise ValueError(
-            'fisher="empirical" takes the data\'s targets: give y with the batch, step(x, y) or observe(x, y)'
-        )
-    elif not isinstance(y, Tensor):
-        raise ValueError(f"targets must be a tensor, not {type(y).__name__}")
-    else:
-        likelihood.check_targets(output, y)
-    leaf = output.detach().requires_grad_()
-    return torch.autograd.grad(likelihood.total_nll(leaf, y), leaf)
-
-
-def _signs(root: Tensor) -> Tensor:
-    """±1 for each row of the batch, drawn anew for each root.
-
-    They change nothing where rows are computed independently. Where they are not (BatchNorm in training, sequences
-    flattened into rows), errors of different rows would meet with products that the model says are zero on average;
-    with random signs they are.
-    """
-    bits = torch.randint(0, 2, root.shape[:1], device=root.device)
-    return (2 * bits - 1).to(root.dtype).view(-1, *(1 for _ in root.shape[1:]))
-
-
-def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
-    """δ of every call that the output depends on, root by root."""
-    reached = [call for call in calls if call.a.requires_grad]
-    if not reached:
-        return
-    if not output.requires_grad:
-        raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
-    for root in roots:
-        deltas = torch.autograd.grad(output, [call.a for call in reached], root, retain_graph=True, allow_unused=True)
-        yield from ((call, delta) for call, delta in zip(reached, deltas, strict=True) if delta is not None)
 
 
 @contextmanager
 def observed(
     model: nn.Module, layers: Mapping[str, Unit | nn.Module], x: Any, seed: int, errors: bool
-) -> Iterator[tuple[Tensor, list[Call]]]:
+) -> Iterator[tuple[Tensor, Calls]]:
     """Runs `model` on x and gives its output with every call of the layers, in order."""
     units = [unit_of(name, layer) for name, layer in layers.items()]
     if errors and torch.is_inference_mode_enabled():
@@ -212,12 +166,16 @@ def observed(
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """The model as it is written: not compiled, and without re-entrant checkpoints, whose inside has no graph."""
+    """The model as it is written: not compiled, and without checkpoints, whose inside has no graph or is run again."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.callback(setattr, checkpoint, "CheckpointFunction", checkpoint.CheckpointFunction)
-        checkpoint.CheckpointFunction = _NoCheckpoint  # type: ignore[misc,assignment]
+        for name, stand_in in (
+            ("CheckpointFunction", _NoCheckpoint),
+            ("_checkpoint_without_reentrant_generator", _once),
+        ):
+            stack.callback(setattr, checkpoint, name, getattr(checkpoint, name))
+            setattr(checkpoint, name, stand_in)
         yield
 
 
@@ -225,6 +183,11 @@ class _NoCheckpoint:
     @staticmethod
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         return function(*args)
+
+
+def _once(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What surrounds a function whose inside is not to be computed again."""
+    yield
 
 
 @contextmanager

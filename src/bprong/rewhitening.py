@@ -15,10 +15,11 @@ from bprong.carry import Rules, carry_, check_state, rules_for
 from bprong.checks import check_parameters, one_of, pair, refuse_distributed
 from bprong.convert import whitened_layers
 from bprong.coordinates import Change
+from bprong.errors import Fisher
 from bprong.layers import WhitenedLayer
 from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.moments import wide
-from bprong.recording import Fisher, Measured, record
+from bprong.recording import Measured, record
 from bprong.schedule import SIDES, Schedule, Settings, Side
 from bprong.whitening import Damping, Factorisation, LinAlgError, Whitener, WhiteningError, whitener
 

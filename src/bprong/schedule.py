@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from bprong.checks import averaging, one_of, period
+from bprong.errors import Fisher
 from bprong.moments import Moments
-from bprong.recording import Fisher, Measured
+from bprong.recording import Measured
 from bprong.whitening import Damping, WhiteningError
 
 __all__ = ["PATIENCE", "SIDES", "Schedule", "Settings", "Side", "WhiteningWarning", "mixed"]

@@ -8,6 +8,7 @@ disturb them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,40 +18,22 @@ from torch import Tensor, nn
 
 from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.likelihood import Likelihood, likelihood_of, some
-from bprong.listening import Listener, copied, nonzero
+from bprong.listening import Listener, copied
 from bprong.moments import wide
-from bprong.preconditioner import Preconditioner
-from bprong.recording import Measured, measure, random_numbers, record, tensor_of
+from bprong.preconditioner import Layer
+from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
 from bprong.reporting import Report, Stopwatch
-from bprong.schedule import SIDES, Schedule, Settings, Side, mixed
+from bprong.schedule import SIDES, Schedule, Settings, Side, WhiteningWarning, mixed
 from bprong.taps import tapped
-from bprong.units import Limits, Unit
-from bprong.whitening import WhiteningError, rank
+from bprong.units import Limits
+from bprong.whitening import WhiteningError
 
-__all__ = ["Layer", "Recorder", "Statistics"]
+__all__ = ["Recorder", "Statistics"]
 
+SEEN_IN_PART = "its weight is used in other ways too, which cannot be seen"
 Recorder = Callable[..., None]
 Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
-
-
-class Layer(Preconditioner):
-    """A unit of the user's model with its preconditioner."""
-
-    def __init__(self, unit: Unit) -> None:
-        super().__init__(unit.forward, unit.backward)
-        self.unit, self.name, self.weight, self.bias = unit, unit.name, unit.weight, unit.bias
-
-    @property
-    def like(self) -> Tensor:
-        """What the inverses are like: the weight, in at least float32, since in bfloat16 they turn indefinite."""
-        return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
-
-    def gradients(self, groups: Mapping[Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Of weight and bias as matrix and vector, each where it is trained and has one."""
-        g_W, g_b = (None if p is None or p not in groups else p.grad for p in (self.weight, self.bias))
-        unit = self.unit
-        return None if g_W is None else unit.matrix(unit.own(g_W)), None if g_b is None else unit.vector(g_b)
 
 
 class Statistics:
@@ -72,6 +55,8 @@ class Statistics:
         if not self.layers:
             raise ValueError(f"{type(self.model).__name__} has no layer that could be whitened: {COVERED}")
         self.covered = {p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None}
+        self.given_up: list[str] = []
+        self._lost: dict[Tensor, str] = {}
         self.schedule = Schedule(settings, SIDES if backward else ("forward",))
         self.watch = Stopwatch()
         self._likelihood = likelihood_of(likelihood)
@@ -81,7 +66,9 @@ class Statistics:
         self._listen()
 
     def _listen(self) -> None:
-        self._listener = Listener(bool(self.schedule.wanted), read=torch.clone if self._empirical else nonzero)
+        self._listener = Listener(
+            bool(self.schedule.wanted), read=torch.clone if self._empirical else self._likelihood.heard
+        )
         self._listener.attach(self.root, self)
 
     def advance(self) -> None:
@@ -123,10 +110,33 @@ class Statistics:
                 "called in training mode with gradients. If you train in eval mode or call it in another way, use "
                 "optimizer.observe(x) or optimizer.recording(); if it was compiled, give the compiled model"
             )
-        measured = {name: _merged([seen[name] for seen in passes]) for name in centred}
-        if not any(layer.refreshed_at for layer in self.layers.values()):
+        measured = {name: merged([seen[name] for seen in passes]) for name in centred}
+        if self._fresh:
             self._check_reached(measured)
+            for name in [name for name, m in measured.items() if m.unexplained]:
+                del measured[name]
+                self._give_up(name)
         return measured
+
+    @property
+    def _fresh(self) -> bool:
+        """Whether nothing was refreshed yet."""
+        return not any(layer.refreshed_at for layer in self.layers.values())
+
+    def _give_up(self, name: str, warn: bool = True) -> None:
+        """What does more than can be seen follows the fallback rule, with all that it shares parameters with."""
+        if name not in self.layers:
+            return
+        layer = self.layers.pop(name)
+        self.given_up.append(name)
+        shared = {p for p in (layer.weight, layer.bias) if p is not None}
+        self.covered -= shared
+        self._lost |= dict.fromkeys(shared, SEEN_IN_PART)
+        if warn:
+            message = f"layer {name!r} follows Adam's rule: {SEEN_IN_PART}"
+            warnings.warn(message, WhiteningWarning, stacklevel=6)
+        for other in [other.name for other in self.layers.values() if {other.weight, other.bias} & shared]:
+            self._give_up(other, warn)
 
     @property
     def _empirical(self) -> bool:
@@ -144,23 +154,26 @@ class Statistics:
             return [(x, y, None) for x, y, _ in batches]
         return batches
 
-    def _told(self, read: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _told(self, read: Any) -> tuple[Tensor | None, Tensor | None]:
         """The data's targets, and which of them count, from what was read off the gradient at the output."""
-        if read is None or not self._empirical:
+        if isinstance(read, str) and "backward" in self.schedule.sides:
+            raise ValueError(read)
+        if not isinstance(read, Tensor) or not self._empirical:
+            read = read if isinstance(read, Tensor) else None
             return None, read
         y = self._likelihood.targets_behind(read)
         return y, self._likelihood.left_in(y)
 
     def _check_reached(self, measured: Mapping[str, Measured]) -> None:
         """At the first refresh every trained layer must have been seen: later, one may be idle for a while."""
-        missing = [name for name, m in measured.items() if m.probe is None]
+        missing = [name for name, m in measured.items() if not m.called]
         if missing:
             raise RuntimeError(
                 f"no statistics reached {', '.join(map(repr, missing))}: not called when the model is. A layer that is "
                 f"used in another way is not covered: freeze it, or train it with another optimizer"
             )
         for name, m in measured.items():
-            if "backward" in self.schedule.wanted and m.delta is None:
+            if "backward" in self.schedule.wanted and m.delta is None and m.probe is not None:
                 self.schedule.warn(
                     name, "backward", "no error reaches it from the output that is looked at; forward only"
                 )
@@ -175,7 +188,11 @@ class Statistics:
         try:
             with torch.enable_grad():
                 seed = mixed(self.schedule.seed, index)
-                return record(self.model, layers, x, y, counted=counted, seed=seed, **self._how())
+                heard = not self._observed and not self._empirical
+                return record(
+                    self.model, layers, x, y,
+                    counted=counted, heard=heard, verify=self._fresh and index == 0, seed=seed, **self._how(),
+                )  # fmt: skip
         finally:
             Listener.paused = False
 
@@ -226,29 +243,15 @@ class Statistics:
         )
 
     def report(self, trained: list[Tensor]) -> Report:
-        rows = [self._row(layer) for layer in self.layers.values()]
+        rows = [layer.row(self.schedule.t, self.schedule.settings.damping) for layer in self.layers.values()]
         outside = [p for p in trained if p not in self.covered]
-        fallback = {self.name_of(p): fallback_reason(self.model, p) for p in outside}
+        fallback = {self.name_of(p): self._lost.get(p) or fallback_reason(self.model, p) for p in outside}
         return Report(self.schedule.t, rows, fallback, self.watch.shares())
-
-    def _row(self, layer: Layer) -> dict[str, Any]:
-        row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
-        row |= {"forward_form": str(layer.inputs), "backward_form": str(layer.outputs)}
-        for side in self.schedule.sides:
-            if side in layer.refreshed_at and (moments := layer.moments.get(side)) is not None:
-                second = moments.second
-                damping = self.schedule.settings.damping[side]
-                row |= {
-                    f"{side}_rank": f"{rank(second)}/{second.diagonal(dim1=-2, dim2=-1).numel()}",
-                    f"{side}_damping": float((damping.value * damping.scale(second)).mean()),
-                    f"{side}_age": self.schedule.t - layer.refreshed_at[side],
-                    f"{side}_from_white": layer.white.get(side),
-                }
-        return row
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "schedule": self.schedule.state_dict(),
+            "given_up": list(self.given_up),
             "layers": {
                 name: {"UU": layer.UU, "c": layer.c, "RR": layer.RR, "refreshed_at": dict(layer.refreshed_at)}
                 for name, layer in self.layers.items()
@@ -259,7 +262,7 @@ class Statistics:
         """Raises ValueError where a state is not of this model's layers."""
         if not {"schedule", "layers"} <= set(state):
             raise ValueError(f"whitening has schedule and layers; this one has {sorted(state)}")
-        if set(state["layers"]) != set(self.layers):
+        if set(state["layers"]) != set(self.layers) - set(state.get("given_up", ())):
             raise ValueError(f"the state is of layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
         for name, saved in state["layers"].items():
             layer = self.layers[name]
@@ -271,6 +274,8 @@ class Statistics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state(state)
+        for name in state.get("given_up", ()):
+            self._give_up(name, warn=False)
         devices = {name: wide(layer.weight[:0]).device for name, layer in self.layers.items()}
         self.schedule.load_state_dict(state["schedule"], devices)
         for name, saved in state["layers"].items():
@@ -286,15 +291,3 @@ class Statistics:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _observed=[], _recorded=[])
         self._listen()
-
-
-def _merged(seen: list[Measured]) -> Measured:
-    """Of several batches, as if they had been one."""
-    merged = seen[0]
-    for m in seen[1:]:
-        merged = Measured(
-            m.z if merged.z is None else merged.z if m.z is None else merged.z.merge(m.z),
-            m.delta if merged.delta is None else merged.delta if m.delta is None else merged.delta.merge(m.delta),
-            merged.probe if m.probe is None else m.probe,
-        )
-    return merged

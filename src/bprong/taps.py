@@ -8,6 +8,7 @@ whitened layers of the paper's network, which compute with several matrices, are
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bprong.moments import Moments, count_moments, error_moments, input_moments
-from bprong.patches import Geometry, patches
+from bprong.patches import Geometry, patch_rows
 from bprong.units import Unit
 
-__all__ = ["Call", "tapped"]
+__all__ = ["Call", "Calls", "tapped"]
 
 CHUNK = 2**24  # numbers turned into float64 at once: 128 MB
 
@@ -43,6 +44,14 @@ class Call:
     def layer(self) -> str:
         return self.unit.name
 
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """How its rows are laid out."""
+        if self.geometry is None:
+            return tuple(self.a.shape[:-1])
+        n = len(self.geometry.kernel)
+        return (self.a.shape[0] if self.a.ndim == n + 2 else 1, *self.a.shape[-n:])
+
     def errors(self, delta: Tensor) -> Tensor:
         """δ of the output as rows (rows, groups, out)."""
         if self.geometry is not None:
@@ -53,15 +62,23 @@ class Call:
         return rows if self.left_out is None else rows.masked_fill(self.left_out.view(-1, 1, 1), 0)
 
     def error_moments(self, delta: Tensor, targets: int) -> Moments:
-        blocks = self.unit.backward
-        return error_moments(blocks.rows(self.errors(delta)), targets, blocks.lead)
+        blocks, rows, found = self.unit.backward, self.errors(delta), None
+        for chunk in torch.split(rows, max(1, CHUNK // rows[0].numel())):
+            seen = error_moments(blocks.rows(chunk), targets, blocks.lead)
+            found = seen if found is None else found.overlay(seen)
+        assert found is not None
+        return found
 
     def input_moments(self, centre: bool, counted: Tensor | None = None) -> Moments | None:
         """Of the rows of z, or of those that are counted; None of no row."""
         if self.left_out is not None:
             counted = ~self.left_out if counted is None else counted & ~self.left_out
-        blocks, found = self.unit.forward, None
-        for rows in self._inputs(counted):
+        blocks, found, start = self.unit.forward, None, 0
+        for chunk in self.inputs():
+            rows = chunk if counted is None else chunk[counted[start : start + len(chunk)]]
+            start += len(chunk)
+            if len(rows) == 0:
+                continue
             if self.unit.one_hot:
                 seen = count_moments(rows, blocks.count)
             else:
@@ -69,26 +86,34 @@ class Call:
             found = seen if found is None else found.merge(seen)
         return found
 
-    def _inputs(self, counted: Tensor | None) -> Iterator[Tensor]:
-        """z as rows (rows, groups, in), in chunks that fit into memory."""
-        blocks, geometry = self.unit.forward, self.geometry
-        if geometry is None:
-            examples = self.z.flatten() if self.unit.one_hot else self.z.reshape(-1, 1, blocks.features)
-            each = 1
+    def inputs(self) -> Iterator[Tensor]:
+        """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory."""
+        if self.geometry is not None:
+            yield from patch_rows(self.z, self.geometry, CHUNK)
+        elif self.unit.one_hot:
+            yield self.z.flatten()
         else:
-            examples = self.z if self.z.ndim == len(geometry.kernel) + 2 else self.z.unsqueeze(0)
-            each = patches(examples[:1], geometry).shape[1]
-        size = max(1, CHUNK // (each * blocks.groups * blocks.features))
-        for i, chunk in enumerate(torch.split(examples, size)):
-            rows = chunk if geometry is None else patches(chunk, geometry).flatten(0, 1)
-            if counted is not None:
-                rows = rows[counted[i * size * each :][: len(rows)]]
-            if len(rows):
-                yield rows
+            features = self.unit.forward.features
+            yield from torch.split(self.z.reshape(-1, 1, features), max(1, CHUNK // features))
+
+
+class Calls(list[Call]):
+    """Calls, and the names of the units that were called with no row: an expert may be given none of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle: set[str] = set()
+
+
+# What stands in for torch's functions is put in place once, for the first of those who want to know, and asks all of
+# them: contexts may end in another order than they began in.
+_LISTENING: list[_Taps] = []
+_REPLACED: list[tuple[Any, str, Any]] = []
+_LOCK = threading.RLock()
 
 
 @contextmanager
-def tapped(units: Iterable[Unit]) -> Iterator[list[Call]]:
+def tapped(units: Iterable[Unit]) -> Iterator[Calls]:
     """While it lasts, every use of a unit leaves its input and output behind."""
     taps = _Taps()
     with ExitStack() as stack:
@@ -97,81 +122,106 @@ def tapped(units: Iterable[Unit]) -> Iterator[list[Call]]:
                 taps.uses[id(unit.weight)].append(unit)
             else:
                 stack.callback(taps.listen(unit, unit.module))
-        for place, name, stand_in in taps.stand_ins():
-            stack.enter_context(_replaced(place, name, stand_in))
+        stack.callback(_stop, taps)
+        _start(taps)
         # Attention in eval mode without gradients is one function, in which no projection could be seen.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         yield taps.calls
 
 
-@contextmanager
-def _replaced(place: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
-    own = vars(place).get(name)
-    setattr(place, name, stand_in)
-    try:
-        yield
-    finally:
-        delattr(place, name) if own is None else setattr(place, name, own)
+def _start(taps: _Taps) -> None:
+    with _LOCK:
+        _LISTENING.append(taps)
+        if len(_LISTENING) == 1:
+            for place, name, stand_in in _stand_ins():
+                _REPLACED.append((place, name, vars(place).get(name)))
+                setattr(place, name, stand_in)
+
+
+def _stop(taps: _Taps) -> None:
+    with _LOCK:
+        _LISTENING.remove(taps)
+        while not _LISTENING and _REPLACED:
+            place, name, own = _REPLACED.pop()
+            delattr(place, name) if own is None else setattr(place, name, own)
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Functions that do what torch's do and note what was done with a unit's weight."""
+    yield F, "linear", partial(_linear, F.linear)
+    yield F, "embedding", partial(_embedding, F.embedding)
+    for name in ("conv1d", "conv2d", "conv3d"):
+        yield F, name, partial(_convolution, getattr(F, name))
+    for name, cell in CELLS.items():
+        yield torch._VF, name, partial(_cell, getattr(torch._VF, name), cell)
+
+
+def _linear(linear: Any, input: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    used = [(taps, start, unit) for taps in _LISTENING for start, unit in taps.used(weight)]
+    for _, _, unit in used:
+        _check(unit, input)
+    a: Tensor = linear(input, weight, bias)
+    for taps, start, unit in used:
+        rows = unit.rows or slice(0, len(unit.weight))
+        taps.note(unit, input, a, slice(rows.start - start, rows.stop - start))
+    return a.clone() if used else a
+
+
+def _convolution(convolution: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    a: Tensor = convolution(input, weight, *args, **kwargs)
+    used = [(taps, unit) for taps in _LISTENING for unit in taps.uses.get(id(weight), [])]
+    for taps, unit in used:
+        taps.note(unit, input, a, geometry=_geometry(weight.shape[2:], *args, **kwargs))
+    return a.clone() if used else a
+
+
+def _embedding(
+    embedding: Any, input: Tensor, weight: Tensor, padding_idx: Any = None, *args: Any, **how: Any
+) -> Tensor:
+    a: Tensor = embedding(input, weight, padding_idx, *args, **how)
+    used = [(taps, unit) for taps in _LISTENING for unit in taps.uses.get(id(weight), []) if unit.one_hot]
+    for taps, unit in used:
+        left_out = None if padding_idx is None else (input == padding_idx % len(weight)).flatten()
+        taps.note(unit, input, a, left_out=left_out)
+    return a.clone() if used else a
+
+
+def _cell(fused: Any, cell: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
+    if not any(id(weight) in taps.uses for taps in _LISTENING for weight in (w_ih, w_hh)):
+        return fused(input, state, w_ih, w_hh, *biases)
+    b_ih, b_hh = biases or (None, None)
+    h = state[0] if isinstance(state, (tuple, list)) else state
+    return cell(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
 
 
 class _Taps:
-    """Stand-ins for torch's functions, which do the same and note what was done with a unit's weight."""
+    """Which units are looked for, by weight, and what was seen of them."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls = Calls()
         self.uses: dict[int, list[Unit]] = defaultdict(list)
 
-    def stand_ins(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        yield F, "linear", partial(self._linear, F.linear)
-        yield F, "embedding", partial(self._embedding, F.embedding)
-        for name in ("conv1d", "conv2d", "conv3d"):
-            yield F, name, partial(self._convolution, getattr(F, name))
-        for name, cell in CELLS.items():
-            yield torch._VF, name, partial(self._cell, getattr(torch._VF, name), cell)
-
-    def _linear(self, linear: Any, input: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        start, units = self._used(weight)
-        for unit in units:
-            _check(unit, input)
-        a: Tensor = linear(input, weight, bias)
-        for unit in units:
-            rows = unit.rows or slice(0, len(unit.weight))
-            self.calls += _seen(unit, input, a, slice(rows.start - start, rows.stop - start))
-        return a.clone() if units else a
-
-    def _used(self, weight: Tensor) -> tuple[int, list[Unit]]:
+    def used(self, weight: Tensor) -> list[tuple[int, Unit]]:
         """The units that a weight, or some rows of one, makes use of, and the first of these rows."""
         if id(weight) in self.uses:
-            return 0, self.uses[id(weight)]
+            return [(0, unit) for unit in self.uses[id(weight)] if not unit.one_hot]
         whole = weight._base if isinstance(weight, Tensor) else None
-        if whole is None or id(whole) not in self.uses or weight.shape[1:] != whole.shape[1:]:
-            return 0, []
+        if whole is None or id(whole) not in self.uses or weight.stride() != whole.stride():
+            return []
         start = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
         rows = range(start, start + len(weight))
-        return start, [u for u in self.uses[id(whole)] if u.rows and u.rows.start in rows and u.rows.stop - 1 in rows]
+        units = (unit for unit in self.uses[id(whole)] if unit.rows is not None)
+        return [(start, u) for u in units if u.rows and u.rows.start in rows and u.rows.stop - 1 in rows]
 
-    def _convolution(self, convolution: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        a: Tensor = convolution(input, weight, *args, **kwargs)
-        units = self.uses.get(id(weight), [])
-        for unit in units:
-            self.calls += _seen(unit, input, a, geometry=_geometry(weight.shape[2:], *args, **kwargs))
-        return a.clone() if units else a
-
-    def _embedding(self, embedding: Any, input: Tensor, weight: Tensor, padding: Any = None, *args: Any) -> Tensor:
-        a: Tensor = embedding(input, weight, padding, *args)
-        units = self.uses.get(id(weight), [])
-        for unit in units:
-            left_out = None if padding is None else (input == padding % len(weight)).flatten()
-            self.calls += _seen(unit, input, a, left_out=left_out)
-        return a.clone() if units else a
-
-    def _cell(self, fused: Any, cell: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
-        if id(w_ih) not in self.uses and id(w_hh) not in self.uses:
-            return fused(input, state, w_ih, w_hh, *biases)
-        b_ih, b_hh = biases or (None, None)
-        h = state[0] if isinstance(state, (tuple, list)) else state
-        return cell(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
+    def note(self, unit: Unit, z: Tensor, a: Tensor, part: slice | None = None, **how: Any) -> None:
+        """A call. What follows may work in place, so z is copied, and who calls passes on a copy of a."""
+        if torch._C._functorch.is_batchedtensor(z):
+            raise RuntimeError(f"layer {unit.name!r} is called under vmap, where its rows cannot be seen")
+        if z.numel() == 0:
+            self.calls.idle.add(unit.name)
+        else:
+            self.calls.append(Call(unit, z.detach().clone(), a, part, **how))
 
     def listen(self, unit: Unit, module: nn.Module) -> Callable[[], None]:
         """Taps a whitened layer; what is returned ends it."""
@@ -184,19 +234,13 @@ class _Taps:
             inputs.append(module.padded(z.detach().clone()))
 
         def after(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            self.calls += _seen(unit, inputs.pop(), output, geometry=module.geometry)
+            self.note(unit, inputs.pop(), output, geometry=module.geometry)
             return output.clone()
 
         handles = ExitStack()
         handles.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         handles.callback(module.register_forward_hook(after).remove)
         return handles.close
-
-
-def _seen(unit: Unit, z: Tensor, a: Tensor, part: slice | None = None, **how: Any) -> list[Call]:
-    """A call, unless of no row: an expert may be given none of a batch."""
-    # What follows may work in place (ReLU), on the input or on the output; the caller passes on a copy of the output.
-    return [Call(unit, z.detach().clone(), a, part, **how)] if z.numel() > 0 else []
 
 
 def _check(unit: Unit, z: Any) -> None:

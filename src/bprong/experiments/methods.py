@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import bprong
+from bprong.errors import Fisher
 from bprong.experiments.models import with_batch_norm
-from bprong.recording import Fisher
 from bprong.whitening import Factorisation
 
 __all__ = ["METHODS", "Method", "Trainee", "Whitening"]
