@@ -26,7 +26,7 @@ from bprong.units import Unit
 
 __all__ = ["Call", "Calls", "tapped"]
 
-CHUNK = 2**24  # numbers turned into float64 at once: 128 MB
+CHUNK = 2**22  # numbers turned into float64 at once: 32 MB
 
 
 @dataclass(frozen=True, eq=False)
