@@ -1,5 +1,5 @@
 """How much of a bare hand-written loop's speed the experiment's loop keeps, and what each method's step costs: the
-paper's literal networks, and the drop-in optimizer (`bprong.BPRONG`), refreshes and all.
+paper's literal networks, and the drop-in optimizer (bprong-fast), refreshes and all.
 
 Interleaved within one process: seconds on a shared machine mean nothing by themselves, ratios do.
 Run: python benchmarks/loop.py [--threads 2] [--rounds 7]
@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import bprong
 from bprong.experiments.data import load
-from bprong.experiments.methods import METHODS, Problem, Trainee
+from bprong.experiments.methods import METHODS, Problem
 from bprong.experiments.models import perceptron
 from bprong.experiments.runner import train_epoch
 
@@ -44,13 +43,6 @@ def ours(name: str, x: Tensor, y: Tensor, order: Tensor) -> Callable[[], None]:
     return lambda: train_epoch(trainee, x, y, order, 100) and None
 
 
-def drop_in(x: Tensor, y: Tensor, order: Tensor) -> Callable[[], None]:
-    """The optimizer on the plain model, with its defaults."""
-    model = perceptron([784, 100, 100, 100, 10], "relu", seed=0)
-    trainee = Trainee(model, bprong.BPRONG(model, lr=0.01))
-    return lambda: train_epoch(trainee, x, y, order, 100) and None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
@@ -62,7 +54,6 @@ def main() -> None:
     order = torch.randperm(len(data.x_train), generator=torch.Generator().manual_seed(0))[:20_000]
     loops = {"bare loop": bare(data.x_train, data.y_train, order)}
     loops |= {name: ours(name, data.x_train, data.y_train, order) for name in METHODS}
-    loops["drop-in"] = drop_in(data.x_train, data.y_train, order)
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(options.rounds):
         for name, loop in loops.items():

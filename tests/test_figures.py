@@ -15,7 +15,8 @@ from bprong.experiments.figures import KNOWN, PALETTE, PLOTS, SIZE, draw, figure
 from test_records import INF, NAN, run_of
 
 TRAIN, VALIDATION, TRAIN_TIME, VALIDATION_TIME = PLOTS
-RUN = {"sgd": [2.3, 2.2, 1.5], "bn": [2.3, 0.25, 0.15], "prong": [2.3, 0.16, 0.08], "bprong": [2.3, 0.06, 0.02]}
+RUN = {"sgd": [2.3, 2.2, 1.5], "bn": [2.3, 0.25, 0.15], "prong": [2.3, 0.16, 0.08], "bprong": [2.3, 0.06, 0.02],
+       "bprong-fast": [2.3, 0.055, 0.02]}  # fmt: skip
 
 
 def seeds(run, n=3, **options):
@@ -168,7 +169,7 @@ def test_the_legend_covers_no_curve_and_stays_inside(n):
     assert plot.height > 0.5 * SIZE[1] * chart.dpi
 
 
-@given(st.lists(st.sampled_from(["sgd", "bn", "prong", "bprong", *"abcdefghijklmnopqrstuvw"]), unique=True))
+@given(st.lists(st.sampled_from([*KNOWN, *"abcdefghijklmnopqrstuvw"]), unique=True))
 def test_no_two_methods_look_the_same(names):
     found = styles(names)
     assert list(found) == names

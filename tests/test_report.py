@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bprong.experiments import report
 from bprong.experiments.records import label
-from bprong.experiments.report import page, terminal_verdict, write_report
+from bprong.experiments.report import page, terminal_beside, terminal_verdict, write_report
 from bprong.experiments.verdict import Claim, verdict
 from test_records import NAN, run_of
 
@@ -208,6 +208,18 @@ def test_the_verdict_for_a_terminal_is_plain_lines():
         "○ not measured   C", "                 three",
     ]  # fmt: skip
     assert terminal_verdict([]) == ""
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_the_drop_in_optimizer_stands_below_the_verdict_and_is_not_counted_in_it():
+    rows = run_of(LOSSES | {"bprong-fast": [2.3, 0.05, 0.01]})
+    text = page(rows, {})
+    assert "All 4 of the paper’s claims hold" in text
+    assert text.index('class="claims') < text.index("<h3>BPRONG-fast") < text.index("<h2>Figures")
+    assert "0.0100, 0.50 times BPRONG’s 0.0200" in text
+    assert "<h3>" not in page(run_of(LOSSES), {})
+    assert terminal_beside([("a", "1"), ("b", "2")]).splitlines()[2:] == ["  a: 1", "  b: 2"]
+    assert terminal_beside([]) == ""
 
 
 @pytest.fixture(scope="module")

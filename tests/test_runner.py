@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+import bprong
 from bprong.experiments.data import Dataset, load
-from bprong.experiments.methods import METHODS, Problem, Whitening
+from bprong.experiments.methods import METHODS, Problem, Trainee, Whitening
 from bprong.experiments.models import perceptron, with_batch_norm
 from bprong.experiments.progress import Bars, Lines, Progress
 from bprong.experiments.records import Row, read_results
@@ -42,15 +44,17 @@ def without_seconds(rows):
 
 def test_every_method_starts_equal_and_bprong_wins_on_digits(digits, tmp_path):
     rows = run(Config(epochs=3, seeds=2, whitening=QUICK), digits, tmp_path, Progress())
-    assert len(rows) == 4 * 2 * 4
+    assert len(rows) == 5 * 2 * 4
     assert rows == read_results(tmp_path / "results.csv")
     first = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 0}
     for seed in (0, 1):
         assert first["prong", seed] == pytest.approx(first["sgd", seed], rel=1e-6)
         assert first["bprong", seed] == pytest.approx(first["sgd", seed], rel=1e-6)
+        assert first["bprong-fast", seed] == first["sgd", seed]
     assert first["sgd", 0] != first["sgd", 1]
     last = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 3}
     assert last["bprong", 0] < last["prong", 0] < last["sgd", 0]
+    assert last["bprong-fast", 0] < last["prong", 0]
     assert all(r.step == r.epoch * 14 for r in rows)
     assert all(r.seconds > 0 for r in rows if r.epoch > 0)
 
@@ -134,6 +138,43 @@ def test_resuming_can_add_epochs_seeds_and_methods(digits, tmp_path):
     assert without_seconds(parts) == without_seconds(whole)
 
 
+def test_the_drop_in_optimizer_resumes_through_a_refresh_bit_for_bit(digits, tmp_path):
+    """Its refreshes are 100 steps apart, an epoch has 14: taken up before the second one, and after it."""
+    config = Config(("bprong-fast",), epochs=9)
+    whole = run(config, digits, tmp_path / "whole", Progress())
+    for epochs in (2, 8, 9):
+        parts = run(replace(config, epochs=epochs), digits, tmp_path / "parts", Progress(), resume=True)
+    assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_the_drop_in_optimizer_is_what_a_user_has(digits, tmp_path, monkeypatch):
+    """The paper's settings do not reach it, the global seed does not shape it, and other defaults are another run."""
+    config = Config(("bprong-fast",), epochs=1)
+    rows = run(config, digits, tmp_path, Progress())
+    torch.manual_seed(77)
+    again = run(replace(config, whitening={"forward_damping": 9.0}), digits, tmp_path / "again", Progress())
+    assert without_seconds(again) == without_seconds(rows)
+    model = perceptron([64, 100, 100, 100, 10], "relu", seed=0)
+    trainee = Trainee(model, bprong.BPRONG(model, lr=0.01, options={"seed": 0}))
+    order = torch.randperm(len(digits.x_train), generator=torch.Generator().manual_seed(1))
+    train_epoch(trainee, digits.x_train, digits.y_train, order, 100)
+    loss = torch.nn.functional.cross_entropy(model.eval()(digits.x_train), digits.y_train)
+    assert float(loss.detach()) == pytest.approx(rows[-1].train_loss, rel=1e-6)
+    later = METHODS["bprong-fast"]
+    monkeypatch.setitem(METHODS, "bprong-fast", replace(later, defaults={**later.defaults, "every": 7}))
+    with pytest.raises(ResumeError, match=r"optimizer.every was \d+, now 7"):
+        run(config, digits, tmp_path, Progress(), resume=True)
+
+
+def test_a_drop_in_optimizer_that_refuses_to_go_on_has_diverged(digits, tmp_path):
+    poisoned = Dataset("some", digits.x_train.clone(), digits.y_train, digits.x_test, digits.y_test)
+    poisoned.x_train[200:] *= 1e30
+    listening = Listening()
+    rows = run(Config(("sgd", "bprong-fast"), epochs=2, lr=1.0), poisoned, tmp_path, listening)
+    assert not math.isfinite(rows[-1].train_loss)
+    assert any("bprong-fast, seed 0: diverged in epoch" in line for line in listening.lines)
+
+
 def test_resuming_with_other_settings_is_refused_and_nothing_is_written(digits, tmp_path):
     run(Config(("bprong",), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -162,8 +203,8 @@ def test_statistics_may_come_from_a_held_sample(digits, tmp_path):
 
 
 def test_a_trained_network_is_read_back_as_a_stock_one(digits, tmp_path):
-    rows = run(Config(("bn", "bprong"), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
-    for method in ("bn", "bprong"):
+    rows = run(Config(("bn", "bprong", "bprong-fast"), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    for method in ("bn", "bprong", "bprong-fast"):
         model = load_trained(tmp_path / "checkpoints" / f"{method}-0.pt", digits)
         loss = torch.nn.functional.cross_entropy(model(digits.x_test), digits.y_test)
         expected = next(r.val_loss for r in rows if r.method == method and r.epoch == 1)
@@ -176,8 +217,8 @@ def test_a_trained_network_is_read_back_as_a_stock_one(digits, tmp_path):
 
 
 COMMAND = [sys.executable, "-m", "bprong.cli", "reproduce", "--data", "digits", "--epochs", "12",
-           "--methods", "sgd,bn,bprong", "--forward-every", "10", "--backward-every", "10", "--backward-offset", "5",
-           "--threads", "1"]  # fmt: skip
+           "--methods", "sgd,bn,bprong,bprong-fast", "--forward-every", "10", "--backward-every", "10",
+           "--backward-offset", "5", "--threads", "1"]  # fmt: skip
 
 
 def test_killed_at_random_moments_it_resumes_to_the_same_results(tmp_path):
@@ -227,7 +268,7 @@ def test_lines_say_loss_accuracy_pace_and_time_left(capsys):
         lines.show("bprong", some_rows(n), 10)
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 3
-    assert "BPRONG     seed 0  epoch   2/10  train 0.3333" in out[-1]
+    assert "BPRONG      seed 0  epoch   2/10  train 0.3333" in out[-1]
     assert "acc 90.00%" in out[-1]
     assert "28 updates/s" in out[-1]
     assert out[-1].endswith(" left")

@@ -186,10 +186,10 @@ def test_the_first_claim_is_what_its_words_say(run):
 
 @given(st.randoms(use_true_random=False), losses)
 def test_neither_other_methods_nor_the_order_of_rows_change_the_verdict(random, extra):
-    rows = with_() + run_of({"bprong-auto": extra[:4]})
+    rows = with_() + run_of({"bprong-auto": extra[:4], "bprong-fast": extra[:4]})
     random.shuffle(rows)
     assert verdict(rows) == verdict(with_())
-    assert set(ladder(rows)) == {*LOSSES, "bprong-auto"}
+    assert set(ladder(rows)) == {*LOSSES, "bprong-auto", "bprong-fast"}
 
 
 def test_medians_over_seeds_decide_not_the_mean():
@@ -212,6 +212,7 @@ def test_unstated_choices_are_the_runs_or_a_dash():
     assert chosen["τ₂, c₂: when R is renewed"] == "every 50 updates, offset —"
     assert chosen["Labels that make the errors of D"] == "—"
     assert {choice for _, choice in unstated({})} == {"—"}
+    assert unstated({"drop_in": {"BPRONG-fast": "its own"}})[-1][1] == "BPRONG-fast: its own"
 
 
 def test_numbers_and_ranges_in_print():

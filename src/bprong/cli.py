@@ -80,7 +80,7 @@ def _add_reproduce(commands: Any) -> None:
     command.add_argument("--look-in", type=Path, metavar="DIR", help="where MNIST's files are looked for first")
     command.add_argument("--activation", choices=ACTIVATIONS, default=default.activation, help="default: %(default)s")
     command.add_argument("--methods", type=_list_of("method", METHODS), default=default.methods, metavar="M,M,…",
-                         help=f"which to compare, of {', '.join(METHODS)} (default: all)")  # fmt: skip
+                         help=f"which to compare, of {','.join(METHODS)} (default: all)")  # fmt: skip
     command.add_argument("--epochs", type=_whole(1), default=default.epochs, help="default: %(default)s")
     command.add_argument(
         "--seeds", type=_whole(1), default=default.seeds, help="how many, from 0 (default: %(default)s)"
@@ -92,7 +92,11 @@ def _add_reproduce(commands: Any) -> None:
     command.add_argument(
         "--threads", type=_whole(1), default=os.cpu_count() or 1, help="default: all cores (%(default)s)"
     )
-    group = command.add_argument_group("whitening", "hyperparameters of PRONG and BPRONG; by default each method's own")
+    group = command.add_argument_group(
+        "whitening",
+        "hyperparameters of the paper's whitened networks, prong and bprong; by default each one's own. They do not "
+        "reach bprong-fast, which is the optimizer as it comes, with its own defaults",
+    )
     for field in fields(Whitening):
         group.add_argument(f"--{field.name.replace('_', '-')}", **_WHITENING[field.name])
 

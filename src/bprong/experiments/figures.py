@@ -80,14 +80,15 @@ KNOWN = {
     "prong": Style("#0072b2", DASHED, "s"),
     "bn": Style("#00866a", DASH_DOT, "^"),
     "sgd": Style("#7a7f87", DOTTED, "D"),
+    "bprong-fast": Style("#6a4fb3", LONG, "v"),
 }
-_COLOURS = ("#b5468b", "#b07a00", "#6a4fb3", *(known.colour for known in KNOWN.values()))
-_DASHES = (LONG, DASH_DOT_DOT, SOLID, DASHED, DOTTED, DASH_DOT)
-_MARKERS = ("v", "P", "h", "<", "*")
+_COLOURS = ("#b5468b", "#b07a00", *(known.colour for known in KNOWN.values()))
+_DASHES = (DASH_DOT_DOT, SOLID, DASHED, DOTTED, DASH_DOT, LONG)
+_MARKERS = (">", "P", "h", "<", "*")
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:
-    """A style for each method; those of the paper have their own, others take what is left, in their order."""
+    """A style for each method; those of the experiment have their own, others take what is left, in their order."""
     others = [name for name in names if name not in KNOWN]
     # 7 colours, 6 dashes and 5 markers have no common divisor: the first 210 methods are all drawn differently.
     rest = {

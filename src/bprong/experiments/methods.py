@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import SGD, Optimizer
 import bprong
 from bprong.errors import Fisher
 from bprong.experiments.models import with_batch_norm
+from bprong.expert import Expert
 from bprong.whitening import Factorisation
 
 __all__ = ["METHODS", "Method", "Trainee", "Whitening"]
@@ -20,7 +22,7 @@ __all__ = ["METHODS", "Method", "Trainee", "Whitening"]
 
 @dataclass(frozen=True)
 class Whitening:
-    """Hyperparameters of PRONG and BPRONG; defaults from the sweep in docs/sweep.md.
+    """Hyperparameters of the paper's PRONG and BPRONG; defaults from the sweep in docs/sweep.md.
 
     statistics: how many training examples, drawn once, the moments are measured on; 0 measures each refresh's own batch
     average:    what a running average over refreshes keeps of the earlier ones at each new one; 0: no average
@@ -82,6 +84,7 @@ class Method:
     prepare: Callable[[Problem], Trainee]
     whitening: Whitening = Whitening()
     sides: tuple[str, ...] = ()  # which of its settings mean anything to this method
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer that has settings of its own instead
 
 
 def _sgd(problem: Problem) -> Trainee:
@@ -116,6 +119,21 @@ def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return problem.x_train[chosen], problem.y_train[chosen]
 
 
+def _drop_in(problem: Problem) -> Trainee:
+    """The optimizer as a user has it, on the plain network; only its random numbers follow the experiment's seed."""
+    optimizer = bprong.BPRONG(problem.plain, lr=problem.lr, options={"seed": problem.seed})
+    return Trainee(problem.plain, optimizer)
+
+
+def drop_in_defaults() -> dict[str, Any]:
+    """Every setting of `bprong.BPRONG` that the experiment leaves alone, as plain values."""
+    found = {name: parameter.default for name, parameter in signature(bprong.BPRONG).parameters.items()}
+    found |= {setting.name: setting.default for setting in fields(Expert)}
+    given = ("model", "lr", "params", "options", "seed")
+    plain = (bool, int, float, str, type(None))
+    return {n: value if isinstance(value, plain) else str(value) for n, value in found.items() if n not in given}
+
+
 METHODS: dict[str, Method] = {
     "sgd": Method("stochastic gradient descent", _sgd),
     "bn": Method("the same with Batch Normalisation", _batch_norm),
@@ -130,5 +148,10 @@ METHODS: dict[str, Method] = {
         lambda problem: _whitened(problem, backward=True),
         Whitening(forward_damping=0.2, backward_damping=0.015, average=0.9),
         sides=("forward", "backward"),
+    ),
+    "bprong-fast": Method(
+        "the drop-in optimizer bprong.BPRONG with its own defaults, on the plain network",
+        _drop_in,
+        defaults=drop_in_defaults(),
     ),
 }

@@ -45,7 +45,7 @@ class Lines(Progress):
         if rows:
             row = rows[-1]
             self.say(
-                f"{label(method):<10} seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_losses(row)}  "
+                f"{label(method):<11} seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_losses(row)}  "
                 f"{_pace(rows):>6} updates/s  {left} left"
             )
 
@@ -59,7 +59,7 @@ class Bars(Progress):
     def __init__(self, trials: int, epochs: int, methods: Sequence[str]) -> None:
         self._clock = _Clock(trials)
         self._rich = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description:<10}"),
+            rich.progress.TextColumn("{task.description:<11}"),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.fields[said]}"),
             refresh_per_second=4,  # each refresh takes time from the training that is being measured

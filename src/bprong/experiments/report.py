@@ -11,6 +11,7 @@ from statistics import median
 from string import Template
 from typing import Any
 
+from bprong.experiments.drop_in import HEADING, beside
 from bprong.experiments.figures import GRID, INK, PALETTE, PLOTS, Plot, styles, svg_text
 from bprong.experiments.records import Column, Point, Row, curve, label, methods, write_atomically
 from bprong.experiments.verdict import RUNGS, Claim, divergence, ladder, number, shown, unstated, verdict
@@ -46,6 +47,7 @@ def page(rows: Sequence[Row], run: Mapping[str, Any]) -> str:
         subtitle=escape(_subtitle(rows, run)),
         summary=_summary(claims),
         claims="\n".join(map(_claim, claims)),
+        beside=_beside(beside(rows)),
         reading=_reading(seeds),
         figures="\n".join(_figure(plot, svg_text(rows, plot)) for plot in PLOTS),
         medians=("Medians over seeds. " if seeds > 1 else "") + "In brackets: the epoch of the best value.",
@@ -65,6 +67,11 @@ def terminal_verdict(claims: Iterable[Claim]) -> str:
         lines.append(f"{MARKS[claim.holds][1]:<{width}}  {claim.text}")
         lines.append(f"{'':<{width}}  {claim.measured}")
     return "\n".join(lines)
+
+
+def terminal_beside(pairs: Sequence[tuple[str, str]]) -> str:
+    """What was measured of the drop-in optimizer, in plain lines below the verdict; nothing if it did not run."""
+    return "".join(f"{line}\n" for line in [f"\n{HEADING}", *(f"  {a}: {b}" for a, b in pairs)]) if pairs else ""
 
 
 def _part(run: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -102,6 +109,10 @@ def _claim(claim: Claim) -> str:
     kind, mark = MARKS[claim.holds]
     said = f'<b>{escape(claim.text)}</b><span class="soft">{escape(claim.measured)}</span>'
     return f'<li><span class="mark {kind}">{mark}</span><div>{said}</div></li>'
+
+
+def _beside(pairs: Sequence[tuple[str, str]]) -> str:
+    return f'<h3>{escape(HEADING)}</h3><div class="scroll card" tabindex="0">{_words(pairs)}</div>' if pairs else ""
 
 
 def _reading(seeds: int) -> str:

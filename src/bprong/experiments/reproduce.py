@@ -13,11 +13,12 @@ import torch
 
 import bprong
 from bprong.experiments.data import Dataset, load
+from bprong.experiments.drop_in import beside
 from bprong.experiments.figures import draw
 from bprong.experiments.methods import METHODS
 from bprong.experiments.progress import progress_for
 from bprong.experiments.records import Row, diverged, label, write_json
-from bprong.experiments.report import terminal_verdict, write_report
+from bprong.experiments.report import terminal_beside, terminal_verdict, write_report
 from bprong.experiments.runner import Config, OutError, run
 from bprong.experiments.verdict import verdict
 
@@ -28,6 +29,10 @@ SETTINGS = {
     "forward": ("forward_damping", "forward_every", "forward_offset", "statistics"),
     "backward": ("backward_damping", "backward_every", "backward_offset", "fisher"),
 }
+OWN = (
+    "bprong.BPRONG(model, lr={lr:g}) with the optimizer’s own defaults (Configuration, whitening.{name}); what is said"
+    " of ε, τ, sample and labels above is the paper’s networks’"
+)
 
 
 def reproduce(
@@ -50,6 +55,7 @@ def reproduce(
     draw(rows, out)
     page = write_report(out, rows, record)
     print(terminal_verdict(verdict(rows)))
+    print(terminal_beside(beside(rows)), end="")
     print(f"\nReport: {page}")
     return rows
 
@@ -64,6 +70,7 @@ def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> di
     """What run.json holds."""
     settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
     settings["whitening"] = {name: _whitening(config, name) for name in config.methods if METHODS[name].sides}
+    settings["whitening"] |= {name: dict(own) for name in config.methods if (own := METHODS[name].defaults)}
     return {
         "config": settings | _choices(config, data),
         "versions": {
@@ -103,7 +110,8 @@ def _choices(config: Config, data: Dataset) -> dict[str, Any]:
             choices |= (
                 {key: next(iter(said.values())) if same else {label(n): v for n, v in said.items()}} if said else {}
             )
-    return choices
+    own = [name for name in config.methods if METHODS[name].defaults]
+    return choices | {"drop_in": {label(name): OWN.format(name=name, lr=config.lr) for name in own}} if own else choices
 
 
 def _said(key: str, values: dict[str, Any], examples: int) -> Any:

@@ -58,14 +58,14 @@ class ResumeError(ValueError):
 class Config:
     """What a run does. Everything but methods, seeds and epochs shapes each trial and must be equal to resume it."""
 
-    methods: tuple[str, ...] = ("sgd", "bn", "prong", "bprong")
+    methods: tuple[str, ...] = ("sgd", "bn", "prong", "bprong", "bprong-fast")
     epochs: int = 20
     seeds: int = 1
     activation: str = "relu"
     hidden: tuple[int, ...] = (100, 100, 100)
     lr: float = 0.01
     batch: int = 100
-    whitening: Mapping[str, Any] = field(default_factory=dict)  # what differs from each method's own defaults
+    whitening: Mapping[str, Any] = field(default_factory=dict)  # where the paper's networks differ from their defaults
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _advance(trial: Trial, config: Config, data: Dataset, progress: Progress) ->
     """Trains for one epoch (not before the first row, the untrained network) and evaluates, outside the clock."""
     epoch = trial.epoch + 1
     step, seconds = (trial.rows[-1].step, trial.rows[-1].seconds) if trial.rows else (0, 0.0)
-    failure: WhiteningError | None = None
+    failure: Exception | None = None
     if epoch > 0:
         order = torch.randperm(len(data.x_train), generator=_generator(trial.seed, epoch))
         with _warnings_said(f"{trial.method}, seed {trial.seed}, epoch {epoch}", progress):
@@ -184,7 +184,7 @@ def _advance(trial: Trial, config: Config, data: Dataset, progress: Progress) ->
                     trial.trainee, data.x_train, data.y_train, order, config.batch,
                     lambda share: progress.tick(trial.method, share),
                 )  # fmt: skip
-            except WhiteningError as reason:
+            except (WhiteningError, FloatingPointError) as reason:  # the second is the drop-in optimizer's
                 failure = reason
             seconds += time.perf_counter() - start
     losses = (math.nan, math.nan, math.nan) if failure else _evaluate(trial.trainee.deployed(), data)
@@ -246,8 +246,9 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
 def _identity(config: Config, data: Dataset, method: str) -> dict[str, Any]:
     """What must be equal for a checkpoint to belong to this run."""
     own = {k: v for k, v in asdict(config).items() if k not in ("methods", "epochs", "seeds", "whitening")}
-    whitening = asdict(replace(METHODS[method].whitening, **config.whitening))
-    return own | {"hidden": list(config.hidden), "data": data.name, "fingerprint": data.fingerprint} | whitening
+    own |= {"hidden": list(config.hidden), "data": data.name, "fingerprint": data.fingerprint}
+    own |= {f"optimizer.{name}": value for name, value in METHODS[method].defaults.items()}  # a release may change them
+    return own | (asdict(replace(METHODS[method].whitening, **config.whitening)) if METHODS[method].sides else {})
 
 
 def _path(out: Path, trial: Trial) -> Path:

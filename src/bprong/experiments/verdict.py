@@ -180,6 +180,7 @@ def unstated(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Sample for the statistics", choose("statistics")),
         ("Labels that make the errors of D", choose("fisher")),
         ("Details of Batch Normalisation", choose("batch_normalisation")),
+        *([("The row beyond the paper’s", choose("drop_in"))] if config.get("drop_in") else []),
     ]
 
 
