@@ -17,6 +17,7 @@ from bprong.layers import WhitenedLayer
 
 __all__ = [
     "averaging",
+    "check_continuous",
     "check_parameters",
     "number",
     "one_of",
@@ -110,4 +111,16 @@ def check_parameters(layers: Mapping[str, WhitenedLayer], optimizer: Optimizer) 
                     f"the optimizer does not hold the parameters of layer {name!r}: it was built before whiten_, which "
                     f"gives layers new parameters, or without them. Build it after whiten_; to leave a layer "
                     f"untrained, set requires_grad_(False) on it"
+                )
+
+
+def check_continuous(layers: Mapping[str, WhitenedLayer], average: float) -> None:
+    if average:
+        raise ValueError(f'refresh="continuous" averages by its rate: leave average at 0, not {average:g}')
+    for name, layer in layers.items():
+        for side, blocks in (("forward", layer.forward_blocks), ("backward", layer.backward_blocks)):
+            if blocks.lead or blocks.taps > 1:
+                raise ValueError(
+                    f"layer {name!r}: its {side} side is whitened as {blocks}, and only a side of one block can be "
+                    f'whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'
                 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class Measured:
     probe:     the inputs of its last call, to compare the layer's outputs on
     called:    whether it was called at all, if only with no row
     unexplained: whether its weight does more than was seen
+    z_rows, delta_rows, targets: the rows themselves in their place, where those were asked for
     """
 
     z: Moments | None = None
@@ -59,6 +60,9 @@ class Measured:
     probe: Tensor | None = None
     called: bool = False
     unexplained: bool = False
+    z_rows: list[Tensor] = field(default_factory=list)
+    delta_rows: list[Tensor] = field(default_factory=list)
+    targets: int = 0
 
 
 def record(
@@ -71,6 +75,7 @@ def record(
     fisher: Fisher,
     inputs: bool = True,
     errors: bool = True,
+    rows: bool = False,
     counted: Tensor | None = None,
     heard: bool = False,
     verify: bool = False,
@@ -88,7 +93,7 @@ def record(
     with observed(model, units, x, seed, errors or counted is not None or verify) as (output, calls):
         measured = measure(
             {name: centre for name, (_, centre) in layers.items()}, output, calls, y,
-            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, counted=counted, heard=heard,
+            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted, heard=heard,
         )  # fmt: skip
         for name in unexplained(output, calls) if verify else ():
             measured[name].unexplained = True
@@ -119,6 +124,7 @@ def measure(
     fisher: Fisher,
     inputs: bool,
     errors: bool,
+    rows: bool = False,
     counted: Tensor | None = None,
     heard: bool = False,
 ) -> dict[str, Measured]:
@@ -137,7 +143,9 @@ def measure(
     for call in calls:
         m = measured[call.layer]
         m.probe, m.called = call.z, True
-        if inputs and (z := call.input_moments(centred[call.layer], counts.get(call))) is not None:
+        if inputs and rows:
+            m.z_rows += call.input_rows(counts.get(call))
+        elif inputs and (z := call.input_moments(centred[call.layer], counts.get(call))) is not None:
             m.z = z if m.z is None else m.z.merge(z)
     if errors and likelihood is not None:
         roots: Iterable[Tensor] = roots_of(output, y, likelihood, fisher)
@@ -145,7 +153,12 @@ def measure(
         if counted is not None:
             roots, targets = (of_targets(root, counted) for root in roots), int(counted.sum())
         for call, delta in errors_of(output, calls, roots):
-            m, seen = measured[call.layer], call.error_moments(delta, targets)
+            m = measured[call.layer]
+            if rows:
+                m.delta_rows.append(call.error_rows(delta))
+                m.targets = targets
+                continue
+            seen = call.error_moments(delta, targets)
             m.delta = seen if m.delta is None else m.delta.overlay(seen)
     return measured
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bprong.carry import Rules, carry_, check_state, rules_for
-from bprong.checks import check_parameters, one_of, pair, refuse_distributed
+from bprong.checks import check_continuous, check_parameters, number, one_of, pair, refuse_distributed
 from bprong.convert import whitened_layers
 from bprong.coordinates import Change
 from bprong.errors import Fisher
 from bprong.layers import WhitenedLayer
 from bprong.likelihood import Likelihood, likelihood_of, some
-from bprong.moments import wide
+from bprong.moments import wide, widened
 from bprong.recording import Measured, record
 from bprong.schedule import SIDES, Schedule, Settings, Side
+from bprong.tracking import Rows, Track
 from bprong.whitening import Damping, Factorisation, LinAlgError, Whitener, WhiteningError, whitener
 
-__all__ = ["Refresh", "Rewhitening"]
+__all__ = ["Mode", "Refresh", "Rewhitening"]
+
+Mode = Literal["periodic", "continuous"]
+PROBED = 8  # rows on which a continuous step is checked: more would cost as much as the step itself
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,19 @@ class Rewhitening:
                        the output's last dimension
     fisher             targets behind D: "sampled" from the model, "exact" (no sampling, one backward pass for each
                        output of a target), or "empirical" (the data's; then `step(x, y)`)
+    refresh            "periodic", the paper's: an exact factorisation whenever one is due; "continuous": a relative
+                       step from the batch given (`bprong.continuous`), and an exact factorisation, an anchor, only at
+                       the start and where a side has drifted from white; `step` returns the anchors
+    rate               μ of continuous whitening: each step keeps 1 − μ of what came before
     forward_every, forward_offset, backward_every, backward_offset
                        the paper's τ₁, c₁, τ₂, c₂; by default back-whitening falls half way between two of its own
-                       refreshes
+                       refreshes; 100, continuous: 5
     forward_damping, backward_damping
                        ε of Ž and of D, or a `bprong.Damping`
     factorisation      "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
                        as Adam can tell them apart
-    samples            a held sample of the training set, x or (x, y), to measure instead of the batch given
+    samples            a held sample of the training set, x or (x, y), to measure instead of the batch given, for exact
+                       factorisations (relative steps take the batch)
     average            0: each refresh takes its own batch; ρ > 0: a running average that keeps ρ at each new batch
     record_every       with `average`: also measure, without refreshing, every so many steps
     carry              how state of an optimizer unknown here moves: {"momentum_buffer": "velocity", …}
@@ -68,9 +78,11 @@ class Rewhitening:
         likelihood: str | Likelihood = "categorical",
         *,
         fisher: Fisher = "sampled",
-        forward_every: int = 100,
+        refresh: Mode = "periodic",
+        rate: float = 0.05,
+        forward_every: int | None = None,
         forward_offset: int = 0,
-        backward_every: int = 100,
+        backward_every: int | None = None,
         backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1,
         backward_damping: float | Damping = 0.03,
@@ -89,9 +101,15 @@ class Rewhitening:
         self._factorisation = one_of("factorisation", factorisation, get_args(Factorisation))
         self._samples = pair(samples)
         self._rules = rules_for(optimizer, carry)
+        self._continuous = one_of("refresh", refresh, get_args(Mode)) == "continuous"
+        self._rate = number("rate", rate, 1e-6, 1)
+        if self._continuous:
+            check_continuous(self._layers, average)
+        self._tracks: dict[tuple[str, Side], Track] = {}
+        usual = 5 if self._continuous else 100
         settings = Settings.of(
-            forward_every=forward_every, forward_offset=forward_offset,
-            backward_every=backward_every, backward_offset=backward_offset,
+            forward_every=usual if forward_every is None else forward_every, forward_offset=forward_offset,
+            backward_every=usual if backward_every is None else backward_every, backward_offset=backward_offset,
             forward_damping=forward_damping, backward_damping=backward_damping,
             fisher=fisher, average=average, record_every=record_every, seed=seed,
         )  # fmt: skip
@@ -106,26 +124,66 @@ class Rewhitening:
         refreshed: list[Refresh | None] = []
         if self._schedule.wanted:
             check_state(self.optimizer, self._rules, self._layers)
-            measured = self._measure(x, y)
-            refreshed = [self._refresh(n, side, m) for side in self._schedule.due for n, m in measured.items()]
+            sides = [(n, side) for side in self._schedule.due for n in self._layers]
+            anchors = self._move(x, y, sides) if self._continuous else sides
+            measured = self._measure(x, y) if anchors or not self._continuous else {}
+            refreshed = [self._refresh(name, side, measured[name]) for name, side in anchors]
         self._schedule.t += 1
         return [done for done in refreshed if done is not None]
+
+    def _move(self, x: Any, y: Tensor | None, sides: list[tuple[str, Side]]) -> list[tuple[str, Side]]:
+        """Moves what is due by a relative step; returns what needs an exact factorisation instead."""
+        fresh = [key for key in sides if key not in self._tracks]
+        if x is None or len(fresh) == len(sides):
+            return sides
+        rows = self._record(x, y, rows=True)
+        return [key for key in sides if key in fresh or not self._moved(*key, rows[key[0]])]
+
+    def _moved(self, name: str, side: Side, measured: Measured) -> bool:
+        layer = self._layers[name]
+        matrix = layer.U if side == "forward" else layer.R
+        found = measured.z_rows if side == "forward" else measured.delta_rows
+        if matrix is None or not _is_trained(layer) or not found or measured.probe is None:
+            return True  # nothing to move, or nothing to move it by: an idle layer waits for its next batch
+        precision = torch.promote_types(matrix.dtype, torch.float32)
+        values = torch.cat(found).to(precision)
+        centred = side == "forward" and layer.centred
+        if (side == "forward" and not centred and bool(layer.c.any())) or not torch.isfinite(values).all():
+            return False  # an anchor alone can take c back to zero, and says why a batch is unfit
+        rows = Rows(values, 1.0 if side == "forward" else len(values) / measured.targets)
+        try:
+            step = self._tracks[name, side].step(
+                matrix.to(precision), layer.c.to(precision) if centred else None, rows, self._rate,
+                self._schedule.settings.damping[side],
+            )  # fmt: skip
+            if step is None:
+                return False
+            T, c = step
+            move = partial(layer.step_forward_, T, c) if side == "forward" else partial(layer.step_backward_, T)
+            change = _kept_(layer, measured.probe[:PROBED], move)
+        except (WhiteningError, LinAlgError):
+            return False
+        carry_(self.optimizer, self._rules, layer, change)
+        return True
 
     def _measure(self, x: Any, y: Tensor | None) -> dict[str, Measured]:
         if self._samples is not None:
             x, y = self._samples
+        measured = self._record(x, y)
+        self._schedule.average_(measured)
+        return measured
+
+    def _record(self, x: Any, y: Tensor | None, rows: bool = False) -> dict[str, Measured]:
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
         schedule = self._schedule
         counted = some(self._likelihood.left_in(y)) if isinstance(y, Tensor) else None
-        measured = record(
+        return record(
             self.model, {name: (layer, layer.centred) for name, layer in self._layers.items()}, x, y,
             likelihood=self._likelihood if "backward" in schedule.sides else None, fisher=schedule.settings.fisher,
             inputs="forward" in schedule.wanted, errors="backward" in schedule.wanted,
-            counted=counted, seed=schedule.seed,
+            rows=rows, counted=counted, seed=schedule.seed,
         )  # fmt: skip
-        schedule.average_(measured)
-        return measured
 
     def _refresh(self, name: str, side: Side, measured: Measured) -> Refresh | None:
         layer, schedule = self._layers[name], self._schedule
@@ -145,28 +203,39 @@ class Rewhitening:
             return None
         carry_(self.optimizer, self._rules, layer, change)
         schedule.succeeded(name, side)
+        if self._continuous:
+            self._tracks.setdefault((name, side), Track()).anchor(found.second)
         return Refresh(name, side, found)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that shapes what comes next: tensors and plain values only."""
-        return self._schedule.state_dict()
+        tracks = {f"{side}:{name}": track.state_dict() for (name, side), track in self._tracks.items()}
+        return self._schedule.state_dict() | ({"tracks": tracks} if self._continuous else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken; the model and the optimizer are loaded by their own."""
-        self._schedule.load_state_dict(state, {name: wide(layer.c).device for name, layer in self._layers.items()})
+        devices = {name: widened(layer.c).device for name, layer in self._layers.items()}
+        self._schedule.load_state_dict(state, devices)
+        saved = state.get("tracks", {})
+        keys = [(name, side) for name in self._layers for side in SIDES if f"{side}:{name}" in saved]
+        self._tracks = {(name, side): Track.of(saved[f"{side}:{name}"], devices[name]) for name, side in keys}
 
 
 def _rewhiten_(layer: WhitenedLayer, side: Side, found: Whitener, mean: Tensor | None, probe: Tensor) -> Change:
-    """Changes the layer's coordinates, and changes them back if that moved its outputs on the probe."""
+    """Changes the layer's coordinates to those of a new whitener."""
+    if side == "backward":
+        return _kept_(layer, probe, lambda: layer.rewhiten_backward_(found.matrix))
+    c = torch.zeros_like(layer.c) if mean is None else mean
+    return _kept_(layer, probe, lambda: layer.rewhiten_forward_(found.matrix, c))
+
+
+def _kept_(layer: WhitenedLayer, probe: Tensor, move: Callable[[], Change]) -> Change:
+    """Makes a change of coordinates, and takes it back if it moved the layer's outputs on the probe."""
     with torch.no_grad(), _restored_on_error(layer):
         before = layer(probe)
         if not torch.isfinite(before).all():
             raise WhiteningError("its outputs on this batch are not finite")
-        change: Change
-        if side == "forward":
-            change = layer.rewhiten_forward_(found.matrix, torch.zeros_like(layer.c) if mean is None else mean)
-        else:
-            change = layer.rewhiten_backward_(found.matrix)
+        change = move()
         moved = float(
             wide(layer(probe) - before).norm() / wide(before).norm().clamp(min=torch.finfo(before.dtype).tiny)
         )

@@ -69,22 +69,34 @@ class Call:
         assert found is not None
         return found
 
+    def error_rows(self, delta: Tensor) -> Tensor:
+        return self.unit.backward.rows(self.errors(delta.detach()))
+
+    def input_rows(self, counted: Tensor | None = None) -> list[Tensor]:
+        """The rows behind `input_moments`."""
+        return [self.unit.forward.rows(rows) for rows in self._counted(counted)]
+
     def input_moments(self, centre: bool, counted: Tensor | None = None) -> Moments | None:
         """Of the rows of z, or of those that are counted; None of no row."""
-        if self.left_out is not None:
-            counted = ~self.left_out if counted is None else counted & ~self.left_out
-        blocks, found, start = self.unit.forward, None, 0
-        for chunk in self.inputs():
-            rows = chunk if counted is None else chunk[counted[start : start + len(chunk)]]
-            start += len(chunk)
-            if len(rows) == 0:
-                continue
+        blocks, found = self.unit.forward, None
+        for rows in self._counted(counted):
             if self.unit.one_hot:
                 seen = count_moments(rows, blocks.count)
             else:
                 seen = input_moments(blocks.rows(rows), centre, blocks.lead)
             found = seen if found is None else found.merge(seen)
         return found
+
+    def _counted(self, counted: Tensor | None) -> Iterator[Tensor]:
+        """Those of the rows of z that count, in chunks."""
+        start = 0
+        if self.left_out is not None:
+            counted = ~self.left_out if counted is None else counted & ~self.left_out
+        for chunk in self.inputs():
+            rows = chunk if counted is None else chunk[counted[start : start + len(chunk)]]
+            start += len(chunk)
+            if len(rows):
+                yield rows
 
     def inputs(self) -> Iterator[Tensor]:
         """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory."""

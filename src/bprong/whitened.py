@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from bprong.blocks import Blocks
+from bprong.continuous import Factor
 from bprong.coordinates import BackwardChange, Change, ForwardChange, Pair, on_outputs
 from bprong.moments import wide, widened
 from bprong.patches import Geometry
+from bprong.relative import BackwardStep, ForwardStep
 
 __all__ = ["WhitenedLayer"]
 
@@ -126,6 +128,25 @@ class WhitenedLayer(nn.Module):
         change = BackwardChange(wide(self.R), wide(R.to(self.R)))
         self._move(change)
         self.R.copy_(R)
+        return change
+
+    @torch.no_grad()
+    def step_forward_(self, T: Factor, c: Tensor) -> ForwardStep:
+        """Takes T U for U, and a new c: as `rewhiten_forward_`, by products of T's rank only."""
+        change = ForwardStep(T, self.U @ (c.to(self.c) - self.c))
+        self._move(change)
+        self.U.copy_(T.times(self.U.to(T.V)))
+        self.c.copy_(c)
+        return change
+
+    @torch.no_grad()
+    def step_backward_(self, T: Factor) -> BackwardStep:
+        """Takes T R for R, as `rewhiten_backward_`."""
+        if self.R is None:
+            raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
+        change = BackwardStep(T)
+        self._move(change)
+        self.R.copy_(T.times(self.R.to(T.V)))
         return change
 
     @torch.no_grad()

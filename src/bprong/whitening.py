@@ -56,7 +56,10 @@ class Damping:
 
     def scale(self, second: Tensor) -> Tensor:
         """The unit of the damping for each coordinate, (d,), or (n, d) of n blocks."""
-        variance = second.diagonal(dim1=-2, dim2=-1)
+        return self.unit(second.diagonal(dim1=-2, dim2=-1))
+
+    def unit(self, variance: Tensor) -> Tensor:
+        """The same from the diagonal alone."""
         if self.relative_to == "mean":
             variance = variance.mean().expand_as(variance)
         unit = torch.ones_like(variance)
