@@ -25,15 +25,9 @@ from bprong.units import Unit, unit_of
 from bprong.verify import unexplained
 
 __all__ = [
-    "Arguments",
-    "Measured",
-    "measure",
-    "merged",
-    "observed",
-    "random_numbers",
-    "record",
+    "Arguments", "Measured", "measure", "merged", "observed", "random_numbers", "record",
     "tensor_of",
-]
+]  # fmt: skip
 
 
 class Arguments(NamedTuple):
@@ -64,6 +58,14 @@ class Measured:
     delta_rows: list[Tensor] = field(default_factory=list)
     targets: int = 0
 
+    def take_errors(self, call: Call, delta: Tensor, targets: int, rows: bool) -> None:
+        self.targets = targets
+        if rows:
+            self.delta_rows.append(call.error_rows(delta))
+        else:
+            seen = call.error_moments(delta, targets)
+            self.delta = seen if self.delta is None else self.delta.overlay(seen)
+
 
 def record(
     model: nn.Module,
@@ -87,6 +89,7 @@ def record(
     y:        the data's targets; used by fisher="empirical" only
     counted:  which targets the loss does not leave out, the output's last dimension apart; None: it leaves out none
     heard:    that was read off a gradient, in which a target the model is certain of looks like one left out
+    rows:     keep the rows themselves instead of their moments
     verify:   find out whether all that the layers' weights do is seen
     """
     units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
@@ -153,13 +156,7 @@ def measure(
         if counted is not None:
             roots, targets = (of_targets(root, counted) for root in roots), int(counted.sum())
         for call, delta in errors_of(output, calls, roots):
-            m = measured[call.layer]
-            if rows:
-                m.delta_rows.append(call.error_rows(delta))
-                m.targets = targets
-                continue
-            seen = call.error_moments(delta, targets)
-            m.delta = seen if m.delta is None else m.delta.overlay(seen)
+            measured[call.layer].take_errors(call, delta, targets, rows)
     return measured
 
 

@@ -102,10 +102,9 @@ class Rewhitening:
         self._samples = pair(samples)
         self._rules = rules_for(optimizer, carry)
         self._continuous = one_of("refresh", refresh, get_args(Mode)) == "continuous"
-        self._rate = number("rate", rate, 1e-6, 1)
+        self._rate, self._tracks = number("rate", rate, 1e-6, 1), dict[tuple[str, Side], Track]()
         if self._continuous:
             check_continuous(self._layers, average)
-        self._tracks: dict[tuple[str, Side], Track] = {}
         usual = 5 if self._continuous else 100
         settings = Settings.of(
             forward_every=usual if forward_every is None else forward_every, forward_offset=forward_offset,
