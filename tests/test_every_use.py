@@ -94,6 +94,7 @@ def test_torch_is_put_back_whatever_happens():
 
 def test_taps_may_end_in_any_order():
     before = [getattr(place, name) for place, name in FUNCTIONS]
+    assert torch.backends.mha.get_fastpath_enabled()
     layers = [nn.Linear(3, 2), nn.Linear(3, 2)]
     first, second = (tapped(units_of("", layer)) for layer in layers)
     calls = [first.__enter__(), second.__enter__()]
@@ -104,6 +105,7 @@ def test_taps_may_end_in_any_order():
     layers[0](torch.randn(5, 3))
     second.__exit__(None, None, None)
     assert [len(seen) for seen in calls] == [1, 2]
+    assert torch.backends.mha.get_fastpath_enabled()
     assert [getattr(place, name) for place, name in FUNCTIONS] == before
 
 

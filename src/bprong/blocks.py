@@ -9,6 +9,7 @@ every tap of the kernel shares.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,24 +74,28 @@ class Blocks:
         spread = mean.reshape(self.groups, -1, 1).expand(-1, -1, self.taps).flatten(1)
         return spread if self.groups > 1 else spread.squeeze(0)
 
-    def from_right(self, M: Tensor, inverse: Tensor) -> Tensor:
+    def from_right(self, M: Tensor, inverse: Any) -> Tensor:
         """M (out, features), or (groups, out, features), times the block-diagonal matrix of these blocks."""
         if self.lead == 0 and self.taps == 1:
-            return M @ inverse
+            product: Tensor = M @ inverse
+            return product
         if self.size == 1:
-            return M * inverse.reshape(*M.shape[:-2], 1, -1).repeat_interleave(self.taps, dim=-1)
+            diagonal: Tensor = inverse.reshape(*M.shape[:-2], 1, -1).repeat_interleave(self.taps, dim=-1)
+            return M * diagonal
         split = M.reshape(self.groups, -1, self.count, self.size, self.taps)
         inverse = inverse.view(self.groups, self.count, self.size, self.size)
         return torch.einsum("goibt,gibc->goict", split, inverse).reshape(M.shape)
 
-    def from_left(self, inverse: Tensor, M: Tensor) -> Tensor:
+    def from_left(self, inverse: Any, M: Tensor) -> Tensor:
         """The block-diagonal matrix of these blocks times M (features, in), or (groups, features, in)."""
         if self.lead == 0:
-            return inverse @ M
+            product: Tensor = inverse @ M
+            return product
         if self.size == 1:
-            return inverse.reshape(*M.shape[:-1], 1) * M
-        split = M.reshape(self.lead, self.size, M.shape[-1])
-        return (inverse @ split).reshape(M.shape)
+            diagonal: Tensor = inverse.reshape(*M.shape[:-1], 1)
+            return diagonal * M
+        split: Tensor = inverse @ M.reshape(self.lead, self.size, M.shape[-1])
+        return split.reshape(M.shape)
 
 
 def blocks_of(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from bprong.blocks import MAX_DIM
 from bprong.checks import one_of, whole
 from bprong.schedule import Settings
+from bprong.solver import Solver
 from bprong.whitening import Damping
 
 __all__ = ["Expert"]
@@ -27,6 +28,8 @@ class Expert:
     examples          measure on this many examples of a batch at most
     seed              of the targets drawn; by default torch's initial seed
     max_dim           sides with more features than this are whitened in blocks, or by the channels of a convolution
+    solver            "exact" inverses, "low-rank" ones, within 30 % of the exact step in the metric of the side itself,
+                      or "auto": low rank for wide sides where it makes steps cheaper
     channels          whiten the inputs of convolutions by their channels alone, whatever their size
     """
 
@@ -40,6 +43,7 @@ class Expert:
     examples: int | None = None
     seed: int | None = None
     max_dim: int = MAX_DIM
+    solver: Solver = "exact"
     channels: bool = False
 
     @classmethod
@@ -52,6 +56,7 @@ class Expert:
         for name, least in (("examples", 1), ("seed", 0), ("max_dim", 1)):
             if getattr(expert, name) is not None:
                 whole(f"options[{name!r}]", getattr(expert, name), least)
+        one_of("options['solver']", expert.solver, get_args(Solver))
         one_of("options['channels']", expert.channels, (False, True))
         return expert
 

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from bprong.blocks import Blocks
+from bprong.lowrank import restored
 from bprong.moments import Moments, outer
 from bprong.schedule import Side
+from bprong.solver import Inverse, Solver, solve
 from bprong.units import Unit
-from bprong.whitening import Damping, inverse, rank
+from bprong.whitening import Damping, rank
 
 __all__ = ["Layer", "Preconditioner", "distance_from_white"]
+
+PROBES = 32
 
 
 @dataclass(eq=False)
@@ -31,6 +35,7 @@ class Preconditioner:
     inputs, outputs: the blocks of either side
     UU:       (in, in) (Ž+ε₁)⁻¹, or as its blocks are shaped
     c:        (in,) E[z], or (groups, in); None where nothing is centred
+    q:        (UᵀU) c
     RR:       (out, out) (D+ε₂)⁻¹, or as its blocks are shaped
     moments:  what they were made from, by side
     refreshed_at: the step at which each side was refreshed
@@ -40,9 +45,11 @@ class Preconditioner:
 
     inputs: Blocks
     outputs: Blocks
-    UU: Tensor | None = None
+    solver: Solver = "exact"
+    UU: Inverse | None = None
     c: Tensor | None = None
-    RR: Tensor | None = None
+    q: Tensor | None = None
+    RR: Inverse | None = None
     moments: dict[Side, Moments] = field(default_factory=dict)
     refreshed_at: dict[Side, int] = field(default_factory=dict)
     white: dict[Side, float] = field(default_factory=dict)
@@ -51,7 +58,8 @@ class Preconditioner:
 
     def load(self, saved: Mapping[str, Any], like: Tensor) -> None:
         """What `UU`, `c`, `RR` and `refreshed_at` were when they were saved."""
-        self.UU, self.c, self.RR = (None if t is None else t.to(like) for t in (saved["UU"], saved["c"], saved["RR"]))
+        self.UU, self.RR = (restored(saved[key], like) for key in ("UU", "RR"))
+        self._centre(None if saved["c"] is None else saved["c"].to(like))
         self.refreshed_at, self.white, self.moments = dict(saved["refreshed_at"]), {}, {}
 
     def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -64,13 +72,16 @@ class Preconditioner:
         """
         kept = self.UU if self.UU is not None else self.RR
         if kept is not None:
-            g_W, g_b = (None if g is None else g.to(kept.dtype) for g in (g_W, g_b))
+            g_W = g_W if g_W is None or g_W.dtype == kept.dtype else g_W.to(kept.dtype)
+            g_b = g_b if g_b is None or g_b.dtype == kept.dtype else g_b.to(kept.dtype)
+        if g_b is not None and self.RR is not None:
+            plain = self.outputs.lead == 0
+            g_b = self.RR @ g_b if plain else self.outputs.from_left(self.RR, g_b.unsqueeze(-1)).squeeze(-1)
         if g_W is not None:
-            g_W = self.centred(g_W, g_b)
             g_W = g_W if self.RR is None else self.outputs.from_left(self.RR, g_W)
             g_W = g_W if self.UU is None else self.inputs.from_right(g_W, self.UU)
-        if g_b is not None and self.RR is not None:
-            g_b = self.outputs.from_left(self.RR, g_b.unsqueeze(-1)).squeeze(-1)
+            if g_b is not None and self.q is not None:  # −(RᵀR) g_b cᵀ (UᵀU)
+                g_W = g_W.addr_(g_b, self.q, alpha=-1) if g_W.ndim == 2 else g_W.sub_(outer(g_b, self.q))
         return g_W, g_b
 
     def centred(self, g_W: Tensor, g_b: Tensor | None) -> Tensor:
@@ -88,20 +99,24 @@ class Preconditioner:
 
     def refresh(self, side: Side, moments: Moments, damping: Damping, like: Tensor) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
-        found = inverse(moments.second, damping).to(like)
+        found = solve(moments.second, damping, like, self.solver, self.RR if side == "backward" else self.UU)
         self.moments[side] = moments
         if side == "backward":
             self.RR = found
         else:
             self.UU = found
-            self.c = None if moments.mean is None else self.inputs.features_of(moments.mean).to(like)
+            self._centre(None if moments.mean is None else self.inputs.features_of(moments.mean).to(like))
+
+    def _centre(self, c: Tensor | None) -> None:
+        self.c = c
+        self.q = None if c is None or self.UU is None else self.inputs.from_right(c.unsqueeze(-2), self.UU).squeeze(-2)
 
 
 class Layer(Preconditioner):
     """A unit of the user's model with its preconditioner."""
 
-    def __init__(self, unit: Unit) -> None:
-        super().__init__(unit.forward, unit.backward)
+    def __init__(self, unit: Unit, solver: Solver) -> None:
+        super().__init__(unit.forward, unit.backward, solver)
         self.unit, self.name, self.weight, self.bias = unit, unit.name, unit.weight, unit.bias
 
     @property
@@ -131,11 +146,24 @@ class Layer(Preconditioner):
         return row
 
 
-def distance_from_white(inverse: Tensor | None, second: Tensor) -> float:
-    """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the inverse: the eigenvalues of UŽUᵀ are those of (UᵀU) Ž."""
-    # For people to read: the layer's own precision is enough.
-    product = second if inverse is None else inverse @ second.to(inverse)
+def distance_from_white(inverse: Inverse | None, second: Tensor) -> float:
+    """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the inverse: the eigenvalues of UŽUᵀ are those of (UᵀU) Ž.
+
+    Of wide sides it is estimated: E‖…v‖² over random v is the squared norm, to some percent with few of them.
+    """
+    if inverse is not None:  # for people to read: the layer's own precision is enough
+        second = second.to(inverse.dtype)
+    if second.ndim == 2 and len(second) > 4 * PROBES:
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(len(second), PROBES, generator=generator, dtype=torch.float32).to(second)
+        w = second @ v
+        w = w if inverse is None else inverse @ w  # Mv, and ‖UŽUᵀ − I‖² = tr (M−I)² = E vᵀ(M−I)²v
+        again = second @ (w - v)
+        again = (again if inverse is None else inverse @ again) - (w - v)
+        squared = float((v * again).sum()) / PROBES
+        return math.sqrt(max(squared, 0.0) / len(second))
+    product = second if inverse is None else inverse @ second
     diagonal = product.diagonal(dim1=-2, dim2=-1)
     d = diagonal.numel()
-    squared: float = float((product * product.mT).sum()) - 2 * float(diagonal.sum()) + d
+    squared = float((product * product.mT).sum()) - 2 * float(diagonal.sum()) + d
     return math.sqrt(max(squared, 0.0) / d)

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.listening import Listener, copied
+from bprong.lowrank import saved, shape_of
 from bprong.moments import wide
 from bprong.preconditioner import Layer
 from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
 from bprong.reporting import Report, Stopwatch
 from bprong.schedule import SIDES, Schedule, Settings, Side, WhiteningWarning, mixed
+from bprong.solver import Solver
 from bprong.taps import tapped
 from bprong.units import Limits
 from bprong.whitening import WhiteningError
@@ -47,11 +49,12 @@ class Statistics:
         *,
         examples: int | None,
         limits: Limits,
+        solver: Solver,
         backward: bool,
     ) -> None:
         self.root = model
         self.model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        self.layers = {unit.name: Layer(unit) for unit in covered_units(self.model, limits)}
+        self.layers = {unit.name: Layer(unit, solver) for unit in covered_units(self.model, limits)}
         if not self.layers:
             raise ValueError(f"{type(self.model).__name__} has no layer that could be whitened: {COVERED}")
         self.covered = {p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None}
@@ -253,7 +256,12 @@ class Statistics:
             "schedule": self.schedule.state_dict(),
             "given_up": list(self.given_up),
             "layers": {
-                name: {"UU": layer.UU, "c": layer.c, "RR": layer.RR, "refreshed_at": dict(layer.refreshed_at)}
+                name: {
+                    "UU": saved(layer.UU),
+                    "c": layer.c,
+                    "RR": saved(layer.RR),
+                    "refreshed_at": dict(layer.refreshed_at),
+                }
                 for name, layer in self.layers.items()
             },
         }
@@ -264,13 +272,12 @@ class Statistics:
             raise ValueError(f"whitening has schedule and layers; this one has {sorted(state)}")
         if set(state["layers"]) != set(self.layers) - set(state.get("given_up", ())):
             raise ValueError(f"the state is of layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
-        for name, saved in state["layers"].items():
+        for name, kept in state["layers"].items():
             layer = self.layers[name]
             for key, blocks in (("UU", layer.inputs), ("RR", layer.outputs)):
-                if saved[key] is not None and tuple(saved[key].shape) != blocks.shape:
-                    raise ValueError(
-                        f"layer {name!r}: the state's {key} is for {len(saved[key])}, the layer's for {blocks}"
-                    )
+                shape = shape_of(kept[key])
+                if shape is not None and shape != blocks.shape:
+                    raise ValueError(f"layer {name!r}: the state's {key} is for {shape[0]}, the layer's for {blocks}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state(state)
@@ -278,9 +285,9 @@ class Statistics:
             self._give_up(name, warn=False)
         devices = {name: wide(layer.weight[:0]).device for name, layer in self.layers.items()}
         self.schedule.load_state_dict(state["schedule"], devices)
-        for name, saved in state["layers"].items():
+        for name, kept in state["layers"].items():
             layer = self.layers[name]
-            layer.load(saved, layer.like)
+            layer.load(kept, layer.like)
             layer.moments = {side: m for side in SIDES if (m := self.schedule.averages(name, side)) is not None}
         self.forget()
         self._listener.wanted = bool(self.schedule.wanted)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import mha
 
 from bprong.moments import Moments, count_moments, error_moments, input_moments
 from bprong.patches import Geometry, patch_rows
@@ -121,6 +122,7 @@ class Calls(list[Call]):
 # them: contexts may end in another order than they began in.
 _LISTENING: list[_Taps] = []
 _REPLACED: list[tuple[Any, str, Any]] = []
+_FAST_PATH: list[bool] = []
 _LOCK = threading.RLock()
 
 
@@ -136,9 +138,6 @@ def tapped(units: Iterable[Unit]) -> Iterator[Calls]:
                 stack.callback(taps.listen(unit, unit.module))
         stack.callback(_stop, taps)
         _start(taps)
-        # Attention in eval mode without gradients is one function, in which no projection could be seen.
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
         yield taps.calls
 
 
@@ -146,6 +145,9 @@ def _start(taps: _Taps) -> None:
     with _LOCK:
         _LISTENING.append(taps)
         if len(_LISTENING) == 1:
+            # Attention in eval mode without gradients is one function, in which no projection could be seen.
+            _FAST_PATH.append(mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
             for place, name, stand_in in _stand_ins():
                 _REPLACED.append((place, name, vars(place).get(name)))
                 setattr(place, name, stand_in)
@@ -154,6 +156,8 @@ def _start(taps: _Taps) -> None:
 def _stop(taps: _Taps) -> None:
     with _LOCK:
         _LISTENING.remove(taps)
+        if not _LISTENING:
+            mha.set_fastpath_enabled(_FAST_PATH.pop())
         while not _LISTENING and _REPLACED:
             place, name, own = _REPLACED.pop()
             delattr(place, name) if own is None else setattr(place, name, own)
