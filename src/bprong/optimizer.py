@@ -96,14 +96,9 @@ class BPRONG(Optimizer):
         settings = expert.settings(every, forward_damping, backward_damping)
         limits = Limits(expert.max_dim, expert.channels)
         self.statistics = Statistics(
-            model,
-            likelihood,
-            settings,
-            examples=expert.examples,
-            limits=limits,
-            solver=expert.solver,
-            backward=self._backward,
-        )
+            model, likelihood, settings,
+            examples=expert.examples, limits=limits, solver=expert.solver, backward=self._backward,
+        )  # fmt: skip
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
 
