@@ -23,6 +23,8 @@ class Expert:
                       classes and bits, read off the gradient at the model's output)
     forward_every, forward_offset, backward_every, backward_offset
                       the paper's τ₁, c₁, τ₂, c₂; by default both sides together, every `every` steps
+    refresh           "periodic", or "drift": at each period only those sides are looked at that have been moving, and
+                      those refreshed that have moved
     average           what the running average of the statistics keeps at each new measurement; 0: no average
     record_every      measure, without refreshing, every so many steps too
     examples          measure on this many examples of a batch at most
@@ -38,6 +40,7 @@ class Expert:
     forward_offset: int = 0
     backward_every: int | None = None
     backward_offset: int = 0
+    refresh: str = "periodic"
     average: float = 0.9
     record_every: int | None = None
     examples: int | None = None
@@ -67,4 +70,5 @@ class Expert:
             forward_offset=self.forward_offset, backward_offset=self.backward_offset,
             forward_damping=forward_damping, backward_damping=backward_damping,
             fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
+            refresh=self.refresh,
         )  # fmt: skip

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from bprong.recording import Arguments, tensor_of
 
-__all__ = ["Listener", "copied"]
+__all__ = ["Batch", "Listener", "copied", "together"]
+
+Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 
 Read = Callable[[Tensor], Any]
 
@@ -101,6 +103,17 @@ def _versions(batch: Any) -> list[int] | None:
     if torch.compiler.is_compiling():
         return None
     return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def together(batches: list[Batch]) -> list[Batch]:
+    """The batches of a step, measured as their whole would be.
+
+    Those of whose targets the loss counts none are left out; and unless it leaves out some of some batch, all count.
+    """
+    batches = [batch for batch in batches if batch[2] is None or batch[2].any()] or batches
+    if all(counted is None or counted.all() for *_, counted in batches):
+        return [(x, y, None) for x, y, _ in batches]
+    return batches
 
 
 def copied(batch: Any, count: int | None, dtype: torch.dtype) -> Any:

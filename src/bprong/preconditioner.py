@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bprong.blocks import Blocks
-from bprong.lowrank import restored
+from bprong.lowrank import restored, shape_of
 from bprong.moments import Moments, outer
 from bprong.schedule import Side
 from bprong.solver import Inverse, Solver, solve
@@ -97,6 +97,12 @@ class Preconditioner:
         if delta is not None:
             self.white["backward"] = distance_from_white(self.RR, delta.second)
 
+    def drift(self, side: Side, moments: Moments, damping: Damping) -> float:
+        """How far the inverse in force is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖."""
+        second = moments.second
+        damped = second + torch.diag_embed(damping.value * damping.scale(second))
+        return distance_from_white(self.UU if side == "forward" else self.RR, damped)
+
     def refresh(self, side: Side, moments: Moments, damping: Damping, like: Tensor) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
         found = solve(moments.second, damping, like, self.solver, self.RR if side == "backward" else self.UU)
@@ -129,6 +135,13 @@ class Layer(Preconditioner):
         g_W, g_b = (None if p is None or p not in groups else p.grad for p in (self.weight, self.bias))
         unit = self.unit
         return None if g_W is None else unit.matrix(unit.own(g_W)), None if g_b is None else unit.vector(g_b)
+
+    def check(self, kept: Mapping[str, Any]) -> None:
+        """Raises ValueError where what was saved is of other sizes."""
+        for key, blocks in (("UU", self.inputs), ("RR", self.outputs)):
+            shape = shape_of(kept[key])
+            if shape is not None and shape != blocks.shape:
+                raise ValueError(f"layer {self.name!r}: the state's {key} is for {shape[0]}, the layer's for {blocks}")
 
     def row(self, t: int, damping: Mapping[Side, Damping]) -> dict[str, Any]:
         """For the report at step t."""

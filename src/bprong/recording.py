@@ -8,7 +8,7 @@ and the module's mode are afterwards as they were before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ __all__ = [
     "Arguments", "Measured", "measure", "merged", "observed", "random_numbers", "record",
     "tensor_of",
 ]  # fmt: skip
+
+
+Chosen = bool | Set[str]
 
 
 class Arguments(NamedTuple):
@@ -75,8 +78,8 @@ def record(
     *,
     likelihood: Likelihood | None,
     fisher: Fisher,
-    inputs: bool = True,
-    errors: bool = True,
+    inputs: Chosen = True,
+    errors: Chosen = True,
     rows: bool = False,
     counted: Tensor | None = None,
     heard: bool = False,
@@ -85,7 +88,7 @@ def record(
 ) -> dict[str, Measured]:
     """Runs `model` on x and measures the layers, given by name with whether their z is centred.
 
-    inputs, errors: which of z and δ to measure; z alone needs no backward pass
+    inputs, errors: which of z and δ to measure, of all layers or of those named; z alone needs no backward pass
     y:        the data's targets; used by fisher="empirical" only
     counted:  which targets the loss does not leave out, the output's last dimension apart; None: it leaves out none
     heard:    that was read off a gradient, in which a target the model is certain of looks like one left out
@@ -93,7 +96,7 @@ def record(
     verify:   find out whether all that the layers' weights do is seen
     """
     units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
-    with observed(model, units, x, seed, errors or counted is not None or verify) as (output, calls):
+    with observed(model, units, x, seed, bool(errors) or counted is not None or verify) as (output, calls):
         measured = measure(
             {name: centre for name, (_, centre) in layers.items()}, output, calls, y,
             likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted, heard=heard,
@@ -117,6 +120,10 @@ def merged(seen: list[Measured]) -> Measured:
     return all_
 
 
+def _among(name: str, chosen: Chosen) -> bool:
+    return chosen if isinstance(chosen, bool) else name in chosen
+
+
 def measure(
     centred: Mapping[str, bool],
     output: Tensor,
@@ -125,8 +132,8 @@ def measure(
     *,
     likelihood: Likelihood | None,
     fisher: Fisher,
-    inputs: bool,
-    errors: bool,
+    inputs: Chosen,
+    errors: Chosen,
     rows: bool = False,
     counted: Tensor | None = None,
     heard: bool = False,
@@ -146,16 +153,18 @@ def measure(
     for call in calls:
         m = measured[call.layer]
         m.probe, m.called = call.z, True
-        if inputs and rows:
+        if not _among(call.layer, inputs):
+            continue
+        if rows:
             m.z_rows += call.input_rows(counts.get(call))
-        elif inputs and (z := call.input_moments(centred[call.layer], counts.get(call))) is not None:
+        elif (z := call.input_moments(centred[call.layer], counts.get(call))) is not None:
             m.z = z if m.z is None else m.z.merge(z)
     if errors and likelihood is not None:
         roots: Iterable[Tensor] = roots_of(output, y, likelihood, fisher)
         targets = likelihood.targets(output)
         if counted is not None:
             roots, targets = (of_targets(root, counted) for root in roots), int(counted.sum())
-        for call, delta in errors_of(output, calls, roots):
+        for call, delta in errors_of(output, [call for call in calls if _among(call.layer, errors)], roots):
             measured[call.layer].take_errors(call, delta, targets, rows)
     return measured
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,9 @@ from bprong.whitening import Damping, WhiteningError
 __all__ = ["PATIENCE", "SIDES", "Schedule", "Settings", "Side", "WhiteningWarning", "mixed"]
 
 Side = Literal["forward", "backward"]
+Pace = Literal["periodic", "drift"]
 SIDES: tuple[Side, ...] = ("forward", "backward")
+SLOWEST = 16  # periods between two looks at a side that does not drift, at most
 PATIENCE = 3  # consecutive failures of one side of one layer that are warned about before they are raised
 
 
@@ -41,6 +43,7 @@ class Settings:
     average: float
     record_every: int | None
     seed: int
+    refresh: Pace = "periodic"
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class Settings:
         average: float,
         record_every: int | None,
         seed: int | None,
+        refresh: str = "periodic",
     ) -> Settings:
         return cls(
             {
@@ -66,6 +70,7 @@ class Settings:
             one_of("fisher", fisher, get_args(Fisher)),
             *averaging(average, record_every),
             torch.initial_seed() if seed is None else seed,
+            one_of("refresh", refresh, get_args(Pace)),
         )
 
 
@@ -78,12 +83,30 @@ class Schedule:
         self._moments: dict[tuple[str, Side], Moments] = {}
         self._failures: Counter[tuple[str, Side]] = Counter()
         self._warned: set[str] = set()
+        self._slow: dict[tuple[str, Side], int] = {}  # by how many periods looks at a side are apart
 
     @property
     def due(self) -> list[Side]:
-        """The sides to refresh at this iteration."""
+        """The sides to refresh at this iteration; by drift, those of which some layer is to be looked at."""
         periods = self.settings.periods
-        return [side for side in self.sides if self.t % periods[side][0] == periods[side][1]]
+        due = [side for side in self.sides if self.t % periods[side][0] == periods[side][1]]
+        return [side for side in due if not self._slow or any(self.looks(*key) for key in self._slow if key[1] == side)]
+
+    def looks(self, name: str, side: Side) -> bool:
+        """Whether a side of a layer is looked at, now that its side is due at all."""
+        every, offset = self.settings.periods[side]
+        return (self.t - offset) % (every * self._slow.get((name, side), 1)) == 0
+
+    def looked_at(self, side: Side, names: Iterable[str]) -> bool | set[str]:
+        """The layers of which a side is measured at this iteration; True: all."""
+        if side not in self.wanted or self.settings.refresh == "periodic":
+            return side in self.wanted
+        return {name for name in names if self.looks(name, side)}
+
+    def drifted(self, name: str, side: Side, drifted: bool) -> None:
+        """What a look has shown: a side that stays where it is is looked at half as often, one that moves twice."""
+        slow = self._slow.get((name, side), 1)
+        self._slow[name, side] = max(1, slow // 2) if drifted else min(SLOWEST, 2 * slow)
 
     @property
     def wanted(self) -> list[Side]:
@@ -138,7 +161,8 @@ class Schedule:
             f"{side}:{name}": {"weight": m.weight, "mean": m.mean, "scatter": m.scatter}
             for (name, side), m in self._moments.items()
         }
-        return {"t": self.t, "seed": self._seed, "moments": moments}
+        slow = {f"{side}:{name}": slow for (name, side), slow in self._slow.items()}
+        return {"t": self.t, "seed": self._seed, "moments": moments, "slow": slow}
 
     def load_state_dict(self, state: Mapping[str, Any], devices: Mapping[str, torch.device]) -> None:
         """Goes on where `state_dict` was taken; `devices` says where each layer's moments belong."""
@@ -148,6 +172,7 @@ class Schedule:
         if unknown := set(state["moments"]) - set(known):
             raise ValueError(f"the state speaks of layers this model does not have: {sorted(unknown)}")
         self._moments = {known[key]: _moments(m, devices[known[key][0]]) for key, m in state["moments"].items()}
+        self._slow = {known[key]: slow for key, slow in state.get("slow", {}).items()}
         self.t, self._seed = state["t"], state["seed"]
         self._failures.clear()
 

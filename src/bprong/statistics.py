@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.likelihood import Likelihood, likelihood_of, some
-from bprong.listening import Listener, copied
-from bprong.lowrank import saved, shape_of
+from bprong.listening import Batch, Listener, copied, together
+from bprong.lowrank import saved
 from bprong.moments import wide
 from bprong.preconditioner import Layer
 from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
@@ -33,8 +33,8 @@ from bprong.whitening import WhiteningError
 __all__ = ["Recorder", "Statistics"]
 
 SEEN_IN_PART = "its weight is used in other ways too, which cannot be seen"
+DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ of a whitener made for other statistics, above which it is made anew
 Recorder = Callable[..., None]
-Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 
 
@@ -103,7 +103,17 @@ class Statistics:
         with self.watch.on("factorisation"):
             for side in schedule.due:
                 for name, m in measured.items():
-                    self._refresh(self.layers[name], side, m, carry)
+                    if self._moved(self.layers[name], side, m):
+                        self._refresh(self.layers[name], side, m, carry)
+
+    def _moved(self, layer: Layer, side: Side, m: Measured) -> bool:
+        """Whether a side is to be refreshed: always, or if it has drifted from what its inverse was made for."""
+        moments, settings = m.z if side == "forward" else m.delta, self.schedule.settings
+        if settings.refresh == "periodic" or moments is None:
+            return True
+        moved = side not in layer.refreshed_at or layer.drift(side, moments, settings.damping[side]) > DRIFT
+        self.schedule.drifted(layer.name, side, moved)
+        return moved
 
     def _measure(self, centred: Centred) -> dict[str, Measured]:
         passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(self._batches())]
@@ -146,24 +156,15 @@ class Statistics:
         return self.schedule.settings.fisher == "empirical"
 
     def _batches(self) -> list[Batch]:
-        """What was given or heard since the last step.
-
-        Batches of whose targets the loss counts none are left out, and unless it leaves out some, all count. Either is
-        said of all batches of a step together, so that micro-batches are measured as their whole would be.
-        """
-        batches = self._observed or [(call, *self._told(read)) for call, read in self._listener.take()]
-        batches = [batch for batch in batches if batch[2] is None or batch[2].any()] or batches
-        if all(counted is None or counted.all() for *_, counted in batches):
-            return [(x, y, None) for x, y, _ in batches]
-        return batches
+        """What was given or heard since the last step."""
+        return together(self._observed or [(call, *self._told(read)) for call, read in self._listener.take()])
 
     def _told(self, read: Any) -> tuple[Tensor | None, Tensor | None]:
         """The data's targets, and which of them count, from what was read off the gradient at the output."""
         if isinstance(read, str) and "backward" in self.schedule.sides:
             raise ValueError(read)
         if not isinstance(read, Tensor) or not self._empirical:
-            read = read if isinstance(read, Tensor) else None
-            return None, read
+            return None, read if isinstance(read, Tensor) else None
         y = self._likelihood.targets_behind(read)
         return y, self._likelihood.left_in(y)
 
@@ -204,8 +205,8 @@ class Statistics:
         return {
             "likelihood": self._likelihood if "backward" in schedule.sides else None,
             "fisher": schedule.settings.fisher,
-            "inputs": "forward" in schedule.wanted,
-            "errors": "backward" in schedule.wanted,
+            "inputs": schedule.looked_at("forward", self.layers),
+            "errors": schedule.looked_at("backward", self.layers),
         }
 
     @contextmanager
@@ -273,11 +274,7 @@ class Statistics:
         if set(state["layers"]) != set(self.layers) - set(state.get("given_up", ())):
             raise ValueError(f"the state is of layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
         for name, kept in state["layers"].items():
-            layer = self.layers[name]
-            for key, blocks in (("UU", layer.inputs), ("RR", layer.outputs)):
-                shape = shape_of(kept[key])
-                if shape is not None and shape != blocks.shape:
-                    raise ValueError(f"layer {name!r}: the state's {key} is for {shape[0]}, the layer's for {blocks}")
+            self.layers[name].check(kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state(state)
