@@ -30,7 +30,7 @@ def trained(steps, lr=0.05, shift=lambda t: 1.0, **settings):
 
 
 def test_what_does_not_move_is_looked_at_less_and_less():
-    """At rest, on data of one kind, every side comes to sixteen periods between looks, and none is refreshed any more."""
+    """At rest, on data of one kind, looks come to be sixteen periods apart, and nothing is refreshed any more."""
     _, optimizer = trained(140, lr=0.0)
     slow = optimizer.statistics.schedule._slow
     assert set(slow.values()) == {16}
