@@ -120,7 +120,7 @@ class BPRONG(Optimizer):
             self.statistics.forget()
             return loss
         with torch.autocast(next(iter(groups)).device.type, enabled=False):
-            if self.statistics.schedule.wanted:
+            if self.statistics.due:
                 self.statistics.refresh(self._centred(), self._carry)
             with self.statistics.watch.on("step"):
                 self._apply(groups)
@@ -177,16 +177,16 @@ class BPRONG(Optimizer):
             group, W = groups[layer.weight], unit.own(layer.weight)
             v_W = self._velocity(layer.weight, unit.own, unit.shaped(d_W), group)
             _decay_(W, group)
-            W.sub_(v_W.to(W.dtype), alpha=group["lr"])
-            if self.statistics.schedule.wanted:  # for the report; not worth its price at every step
+            W.sub_(_as(W, v_W), alpha=group["lr"])
+            if self.statistics.due:  # for the report; not worth its price at every step
                 layer.step_norm = group["lr"] * float(v_W.norm())
         if d_b is not None and layer.bias is not None:
             group, b = groups[layer.bias], unit.vector(layer.bias)
             v_b = self._velocity(layer.bias, unit.vector, d_b, group)
             _decay_(b, group)
-            b.sub_(v_b.to(b.dtype), alpha=group["lr"])
+            b.sub_(_as(b, v_b), alpha=group["lr"])
             if v_W is not None and layer.c is not None:
-                b.add_(unit.times(v_W.to(b.dtype), layer.c.to(b.dtype)), alpha=groups[layer.weight]["lr"])
+                b.add_(unit.times(_as(b, v_W), _as(b, layer.c)), alpha=groups[layer.weight]["lr"])
 
     def _velocity(self, parameter: Tensor, own: Callable[[Tensor], Tensor], direction: Tensor, group: Group) -> Tensor:
         """What the parameter's own part moves by, the learning rate apart."""
@@ -285,6 +285,10 @@ class PRONG(BPRONG):
         self, model: nn.Module, lr: float = 0.01, *, forward_damping: float | Damping = 0.01, **arguments: Any
     ) -> None:
         super().__init__(model, lr, forward_damping=forward_damping, **arguments)
+
+
+def _as(like: Tensor, values: Tensor) -> Tensor:
+    return values if values.dtype == like.dtype else values.to(like.dtype)
 
 
 def _times(scale: float, direction: Tensor | None) -> Tensor | None:

@@ -69,16 +69,15 @@ class Statistics:
         self._listen()
 
     def _listen(self) -> None:
-        self._listener = Listener(
-            bool(self.schedule.wanted), read=torch.clone if self._empirical else self._likelihood.heard
-        )
+        self.due = bool(self.schedule.wanted)  # whether the next step measures, found out once for all who ask
+        self._listener = Listener(self.due, torch.clone if self._empirical else self._likelihood.heard)
         self._listener.attach(self.root, self)
 
     def advance(self) -> None:
         """A step was made."""
         self.schedule.t += 1
         self.forget()
-        self._listener.wanted = bool(self.schedule.wanted)
+        self.due = self._listener.wanted = bool(self.schedule.wanted)
 
     def forget(self) -> None:
         """What was seen since the last step: it was used, or the step was refused."""
@@ -287,7 +286,7 @@ class Statistics:
             layer.load(kept, layer.like)
             layer.moments = {side: m for side in SIDES if (m := self.schedule.averages(name, side)) is not None}
         self.forget()
-        self._listener.wanted = bool(self.schedule.wanted)
+        self.due = self._listener.wanted = bool(self.schedule.wanted)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_listener", "_observed", "_recorded")}

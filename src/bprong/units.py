@@ -75,7 +75,9 @@ class Unit:
 
     def shaped(self, matrix: Tensor) -> Tensor:
         """A matrix as the unit's part of the weight is shaped."""
-        return matrix.T if self.one_hot else matrix.reshape(self.own(self.weight).shape)
+        if self.weight.ndim == 2:
+            return matrix.T if self.one_hot else matrix
+        return matrix.reshape(self.own(self.weight).shape)
 
 
 Maker = Callable[[Any, Limits], Iterator[Unit]]
