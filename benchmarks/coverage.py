@@ -23,6 +23,13 @@ from torch import Tensor, nn
 import bprong
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer
 
+
+def convolutions() -> nn.Module:
+    """Layers that take long enough to be timed."""
+    layers = [nn.Conv2d(3, 64, 3), nn.Conv2d(64, 128, 3), nn.Conv2d(128, 256, 3, groups=4), nn.Conv2d(256, 512, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(2048, 10))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "paper's network": (lambda: perceptron([784, 100, 100, 100, 10], "relu", 0), lambda: torch.randn(100, 784)),
     "autoencoder": (
@@ -35,11 +42,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Linear(50_000, 100), nn.Linear(100, 10)),
         lambda: torch.randn(64, 50_000),
     ),
+    "convolutions": (convolutions, lambda: torch.randn(16, 3, 12, 12)),
     "mixed widths": (
         lambda: nn.Sequential(*(layer for a, b in WIDTHS for layer in (nn.Linear(a, b), nn.ReLU()))),
         lambda: torch.randn(100, 64),
     ),
-}  # fmt: skip
+}
 WIDTHS = [(64, 128), (128, 2000), (2000, 512), (512, 1024), (1024, 32), (32, 256), (256, 16), (16, 10)]
 
 
@@ -121,7 +129,7 @@ def main() -> None:
     for name in MODELS:  # each in a process of its own: what another has freed would be used again
         subprocess.run([sys.executable, __file__, "--threads", str(options.threads), "--one", name], check=True)
     print()
-    for name in ("mixed widths", "autoencoder", "digits convnet"):
+    for name in ("mixed widths", "autoencoder", "convolutions", "digits convnet"):
         cost(name)
 
 

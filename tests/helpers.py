@@ -71,3 +71,14 @@ class Idle(nn.Module):
 
     def forward(self, x):
         return self.used(x)
+
+
+class SelfAttention(nn.Module):
+    """Attention of a sequence to itself, read out at every position."""
+
+    def __init__(self, mha: nn.MultiheadAttention, head: nn.Linear):
+        super().__init__()
+        self.mha, self.head = mha, head
+
+    def forward(self, x):
+        return self.head(self.mha(x, x, x, need_weights=False)[0])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import jacrev
 
 import bprong
-from helpers import assert_close
+from helpers import SelfAttention, assert_close
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +86,6 @@ def test_attention(which):
     mha, head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
     nn.init.normal_(mha.in_proj_bias)
 
-    class Attending(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mha, self.head = mha, head
-
-        def forward(self, x):
-            return self.head(self.mha(x, x, x, need_weights=False)[0])
-
     parts = dict(zip("qkv", zip(mha.in_proj_weight.chunk(3), mha.in_proj_bias.chunk(3), strict=True), strict=True))
     parts = {name: (W.detach().clone(), b.detach().clone()) for name, (W, b) in parts.items()}
     W_o, b_o, H, h = (p.detach().clone() for p in (*mha.out_proj.parameters(), *head.parameters()))
@@ -110,7 +102,7 @@ def test_attention(which):
         return (attended(x, e) @ W_o.T + b_o + (e if which == "out" else 0)) @ H.T + h
 
     none = torch.zeros(3, 4)
-    model = Attending()
+    model = SelfAttention(mha, head)
     assert_close(torch.stack([logits_of(x, none) for x in xs]), model(xs), 1e-12)
     layer = measured(model, xs, torch.arange(12).view(4, 3) % 3)["mha.out_proj" if which == "out" else f"mha.{which}"]
     z = torch.cat([attended(x, none) for x in xs]) if which == "out" else xs.flatten(0, 1)

@@ -132,3 +132,29 @@ def test_without_a_trainable_bias_nothing_is_centred():
 def test_the_audit_speaks_of_the_linear_layers_only():
     report = bprong.audit(bprong.whiten_(net()), batch()[0])
     assert set(report["layers"]) == {"5"}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_optimizer_on_the_plain_network_follows_the_whitened_one(form, momentum):
+    """Forty steps of both routes from one start, refreshes of either side included: outputs to 1e-8."""
+    x, y = batch()
+    plain = net()
+    model = bprong.whiten_(copy.deepcopy(plain), **FORMS[form])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    schedule = {"forward_every": 6, "forward_offset": 0, "backward_every": 6, "backward_offset": 3, "fisher": "exact"}
+    damping = {"forward_damping": 0.5, "backward_damping": 0.5}
+    rewhitening = bprong.Rewhitening(model, sgd, factorisation="cholesky", **schedule, **damping)
+    options = schedule | {"average": 0.0} | FORMS[form]
+    optimizer = bprong.BPRONG(plain, lr=0.01, momentum=momentum, options=options, **damping)
+    with torch.no_grad():  # a look at the network is not a batch it is trained on
+        start = plain(x)
+    for t in range(40):
+        chosen = torch.roll(torch.arange(len(x)), 3 * t)[:8]
+        rewhitening.step(x[chosen])
+        for network, moving in ((model, sgd), (plain, optimizer)):
+            moving.zero_grad()
+            F.cross_entropy(network(x[chosen]), y[chosen]).backward()
+            moving.step()
+    assert_close(plain(x), model(x), 1e-8)
+    assert (plain(x).detach() - start).norm() > 0.05 * start.norm()

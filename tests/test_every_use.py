@@ -15,7 +15,7 @@ from bprong.patches import Geometry, patch_rows, patches
 from bprong.schedule import WhiteningWarning
 from bprong.taps import tapped
 from bprong.units import units_of
-from helpers import assert_close, mlp, snapshot
+from helpers import SelfAttention, assert_close, mlp, snapshot
 
 EXACT = {"fisher": "exact", "average": 0.0}
 FUNCTIONS = [(F, name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")]
@@ -325,17 +325,7 @@ def test_a_model_that_returns_something_else_is_recorded():
 def test_packed_parameters_are_decayed_once():
     mha = nn.MultiheadAttention(4, 2, batch_first=True)
     nn.init.normal_(mha.in_proj_bias)
-    head = nn.Linear(4, 3)
-
-    class Attending(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mha, self.head = mha, head
-
-        def forward(self, x):
-            return self.head(self.mha(x, x, x, need_weights=False)[0])
-
-    model = Attending()
+    model = SelfAttention(mha, nn.Linear(4, 3))
     optimizer = bprong.BPRONG(model, lr=0.1, weight_decay=0.5)
     F.cross_entropy(model(torch.randn(5, 3, 4)).flatten(0, 1), torch.arange(15) % 3).backward()
     optimizer.step()

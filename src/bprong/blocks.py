@@ -76,7 +76,7 @@ class Blocks:
 
     def from_right(self, M: Tensor, inverse: Any) -> Tensor:
         """M (out, features), or (groups, out, features), times the block-diagonal matrix of these blocks."""
-        if self.lead == 0 and self.taps == 1:
+        if self.count == 1 and self.taps == 1:  # one block a group
             product: Tensor = M @ inverse
             return product
         if self.size == 1:
