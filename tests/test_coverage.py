@@ -49,11 +49,15 @@ def test_predicted_memory_is_what_is_kept(name, method):
     make, (x, y) = MODELS[name]
     model = make()
     predicted = bprong.coverage(model, backward=method is bprong.BPRONG).memory
-    optimizer = method(model)
-    F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
-    optimizer.step()
-    kept = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state_dict())}
-    assert abs(predicted - sum(kept.values())) < 0.01 * sum(kept.values())
+    kept = {}
+    for solver in ("exact", "auto"):
+        optimizer = method(model, options={"solver": solver})
+        F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        optimizer.step()
+        tensors = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state_dict())}
+        kept[solver] = sum(tensors.values())
+    assert abs(predicted - kept["exact"]) < 0.01 * kept["exact"]
+    assert kept["auto"] <= kept["exact"]  # low-rank inverses, where the data allows them, take less
 
 
 def test_every_parameter_has_its_row():

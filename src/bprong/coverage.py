@@ -14,7 +14,7 @@ from bprong.checks import whole
 from bprong.reporting import table
 from bprong.units import Limits, Unit, units_of
 
-__all__ = ["COVERED", "Coverage", "CoverageRow", "coverage", "covered_units", "fallback_reason"]
+__all__ = ["COVERED", "Coverage", "CoverageRow", "coverage", "covered_units", "fallback_reason", "price"]
 
 COVERED = (
     "Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention and the recurrent cells are, with real weights "
@@ -33,7 +33,8 @@ class CoverageRow:
     reason     why it falls back
     inputs, outputs
                the blocks its two sides are whitened in, e.g. "784", "3 × 64", "25 channels", "500 diagonal"
-    memory     bytes kept for it beyond the parameter and its gradient, momentum buffers apart
+    memory     bytes kept for it beyond the parameter and its gradient, momentum buffers apart: with exact inverses,
+               less where the optimizer finds that those of a low rank do
     refresh    floating-point operations to factor its sides
     per_row    what measuring them takes for each row measured: of a convolution, each position of each example
     step       floating-point operations that a step takes beyond SGD's
@@ -124,7 +125,7 @@ def _row(model: nn.Module, name: str, parameter: Tensor, units: list[Unit], back
     outputs = f"{many}{first.backward}" if backward else ""
     total = Counter[str]()
     for unit in units:
-        total.update(_price(unit, backward))
+        total.update(price(unit, backward))
     return CoverageRow(name, shape, treatment + _form(first, backward), "", f"{many}{first.forward}", outputs, **total)
 
 
@@ -135,7 +136,7 @@ def _form(unit: Unit, backward: bool) -> str:
     return ", diagonal" if split == {1} else ", in blocks" if split else ""
 
 
-def _price(unit: Unit, backward: bool) -> dict[str, int]:
+def price(unit: Unit, backward: bool) -> dict[str, int]:
     """Of one unit: what is kept in float64 and as inverses, and the arithmetic of factoring and of applying them."""
     kept = torch.promote_types(unit.weight.dtype, torch.float32).itemsize
     inputs, outputs = unit.forward, unit.backward

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from bprong.blocks import MAX_DIM
-from bprong.checks import one_of, whole
+from bprong.checks import number, one_of, whole
 from bprong.schedule import Settings
 from bprong.solver import Solver
 from bprong.whitening import Damping
@@ -24,7 +24,9 @@ class Expert:
     forward_every, forward_offset, backward_every, backward_offset
                       the paper's τ₁, c₁, τ₂, c₂; by default both sides together, every `every` steps
     refresh           "periodic", or "drift": at each period only those sides are looked at that have been moving, and
-                      those refreshed that have moved
+                      those refreshed that have moved; by default "drift", unless a period is given
+    overhead          the share of time that statistics and factorisation may take, which sets the period where none is
+                      given
     average           what the running average of the statistics keeps at each new measurement; 0: no average
     record_every      measure, without refreshing, every so many steps too
     examples          measure on this many examples of a batch at most
@@ -40,13 +42,14 @@ class Expert:
     forward_offset: int = 0
     backward_every: int | None = None
     backward_offset: int = 0
-    refresh: str = "periodic"
+    refresh: str | None = None
+    overhead: float = 0.1
     average: float = 0.9
     record_every: int | None = None
     examples: int | None = None
     seed: int | None = None
     max_dim: int = MAX_DIM
-    solver: Solver = "exact"
+    solver: Solver = "auto"
     channels: bool = False
 
     @classmethod
@@ -59,16 +62,22 @@ class Expert:
         for name, least in (("examples", 1), ("seed", 0), ("max_dim", 1)):
             if getattr(expert, name) is not None:
                 whole(f"options[{name!r}]", getattr(expert, name), least)
+        number("options['overhead']", expert.overhead, 0.001, 1)
         one_of("options['solver']", expert.solver, get_args(Solver))
         one_of("options['channels']", expert.channels, (False, True))
         return expert
 
-    def settings(self, every: int, forward_damping: float | Damping, backward_damping: float | Damping) -> Settings:
+    def settings(
+        self, every: int | None, forward_damping: float | Damping, backward_damping: float | Damping
+    ) -> Settings:
+        given = [period for period in (every, self.forward_every, self.backward_every) if period is not None]
+        common = given[0] if given else 1
         return Settings.of(
-            forward_every=every if self.forward_every is None else self.forward_every,
-            backward_every=every if self.backward_every is None else self.backward_every,
+            forward_every=common if self.forward_every is None else self.forward_every,
+            backward_every=common if self.backward_every is None else self.backward_every,
             forward_offset=self.forward_offset, backward_offset=self.backward_offset,
             forward_damping=forward_damping, backward_damping=backward_damping,
             fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
-            refresh=self.refresh,
+            refresh=self.refresh or ("periodic" if given else "drift"),
+            overhead=None if given else self.overhead,
         )  # fmt: skip

@@ -7,12 +7,23 @@ negative eigenvalues.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "count_moments", "error_moments", "input_moments", "outer", "rows_of", "wide", "widened"]
+__all__ = [
+    "Moments",
+    "count_moments",
+    "error_moments",
+    "finite",
+    "input_moments",
+    "outer",
+    "rows_of",
+    "wide",
+    "widened",
+]
 
 
 @dataclass(frozen=True)
@@ -35,23 +46,32 @@ class Moments:
         """Ž or D: the scatter per unit of weight, shaped like it."""
         return self.scatter / self.weight
 
+    def second_in(self, dtype: torch.dtype) -> Tensor:
+        """The same in another precision, which halves the memory to go through on the way to float32."""
+        return self.scatter.to(dtype, copy=True).div_(self.weight)
+
     @property
     def finite(self) -> bool:
         """Whether every number measured is finite (an infinite or NaN row spoils its own line of the scatter)."""
-        return bool(torch.isfinite(self.scatter).all())
+        return finite(self.scatter)
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations together (Chan, Golub & LeVeque's pairwise rule)."""
         if self.scatter.shape != other.scatter.shape or (self.mean is None) != (other.mean is None):
             raise ValueError(f"cannot merge moments of {_describe(self)} with moments of {_describe(other)}")
-        weight = self.weight + other.weight
-        scatter = self.scatter + other.scatter
-        if self.mean is None or other.mean is None:
+        return self.average(other, 1.0)
+
+    def average(self, new: Moments, keep: float) -> Moments:
+        """`self.decay(keep).merge(new)`, going through the scatters once: a running average without bias."""
+        old, weight = self.weight * keep, self.weight * keep + new.weight
+        scatter = torch.add(new.scatter, self.scatter, alpha=keep)
+        if self.mean is None or new.mean is None:
             return Moments(weight, None, scatter)
-        apart = other.mean - self.mean
+        apart = new.mean - self.mean
         # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
-        mean = self.mean + apart * (other.weight / weight)
-        scatter = scatter + outer(apart, apart) * (self.weight * other.weight / weight)
+        mean, both = self.mean + apart * (new.weight / weight), old * new.weight / weight
+        plain = apart.ndim == 1
+        scatter = scatter.addr_(apart, apart, alpha=both) if plain else scatter.add_(outer(apart, apart), alpha=both)
         return Moments(weight, mean, scatter)
 
     def overlay(self, other: Moments) -> Moments:
@@ -102,6 +122,11 @@ def _scatter(rows: Tensor) -> Tensor:
     if rows.shape[-1] == 1:
         return rows.square().sum(dim=0).unsqueeze(-1)
     return rows.T @ rows if rows.ndim == 2 else rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+
+
+def finite(values: Tensor) -> bool:
+    """Whether all are: their sum tells at a fraction of the price, unless it overflows."""
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:

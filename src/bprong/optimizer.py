@@ -22,6 +22,7 @@ from bprong.checks import number, positive, refuse_distributed
 from bprong.expert import Expert
 from bprong.fallback import adam_step_
 from bprong.likelihood import Likelihood
+from bprong.moves import Moves, as_, decay_, sizes_of, times, without_autocast
 from bprong.preconditioner import Layer
 from bprong.reporting import Report
 from bprong.schedule import PATIENCE, WhiteningWarning
@@ -51,7 +52,7 @@ class BPRONG(Optimizer):
     weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; the defaults are docs/sweep.md's
-    every             steps between refreshes of the statistics
+    every             steps between refreshes of the statistics; None: as they drift, within a tenth of all time
     max_step          a bound on the length of each step in the Fisher metric, momentum apart; None: no bound
     options           expert settings: see `bprong.expert.Expert`
 
@@ -78,7 +79,7 @@ class BPRONG(Optimizer):
         weight_decay: float = 0.0,
         forward_damping: float | Damping = 0.2,
         backward_damping: float | Damping = 0.015,
-        every: int = 100,
+        every: int | None = None,
         max_step: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -119,7 +120,7 @@ class BPRONG(Optimizer):
         if not self._acceptable(groups):
             self.statistics.forget()
             return loss
-        with torch.autocast(next(iter(groups)).device.type, enabled=False):
+        with without_autocast(next(iter(groups)).device.type):
             if self.statistics.due:
                 self.statistics.refresh(self._centred(), self._carry)
             with self.statistics.watch.on("step"):
@@ -128,16 +129,18 @@ class BPRONG(Optimizer):
         return loss
 
     def _acceptable(self, groups: Mapping[Tensor, Group]) -> bool:
-        gradients = {p: p.grad for p in groups if p.grad is not None}
-        if any(g.is_sparse for g in gradients.values()):
+        gradients = [p.grad for p in groups if p.grad is not None]
+        if any(g.is_sparse for g in gradients):
             raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
         if not gradients:
             return False
-        norms = [float(norm) for norm in torch._foreach_norm(list(gradients.values()))]
-        if math.isfinite(sum(norms)):
+        sizes = sizes_of(gradients)
+        if math.isfinite(sum(sizes)):
             self._refused = 0
-            return any(norms) or self.statistics.schedule.t > 0
-        bad = [self.statistics.name_of(p) for p, norm in zip(gradients, norms, strict=True) if not math.isfinite(norm)]
+            return any(sizes) or self.statistics.schedule.t > 0
+        bad = [self.statistics.name_of(p) for p, g in zip(groups, gradients, strict=True) if not g.isfinite().all()]
+        if not bad:  # finite, with a square beyond the largest number
+            return True
         self._refused += 1
         message = f"step {self.statistics.schedule.t} refused: the gradient of {', '.join(bad)} is not finite"
         if self._refused >= PATIENCE:
@@ -147,14 +150,16 @@ class BPRONG(Optimizer):
         return False
 
     def _apply(self, groups: Mapping[Tensor, Group]) -> None:
-        directions = {layer: layer.direction(*layer.gradients(groups)) for layer in self.statistics.layers.values()}
+        directions = self.statistics.directions(groups)
         scale = self._scale(directions, groups)
+        moves = Moves()
         for layer, (d_W, d_b) in directions.items():
-            self._move(layer, _times(scale, d_W), _times(scale, d_b), groups)
+            self._move(layer, times(scale, d_W), times(scale, d_b), groups, moves)
+        moves.make_()
         for parameter in groups.keys() - self.statistics.covered:
             group, gradient = groups[parameter], parameter.grad
             assert gradient is not None
-            _decay_(parameter, group)
+            decay_(parameter, group)
             adam_step_(parameter, gradient, self.state[parameter], group["lr"])
 
     def _scale(self, directions: Mapping[Layer, Any], groups: Mapping[Tensor, Group]) -> float:
@@ -170,23 +175,29 @@ class BPRONG(Optimizer):
                 squared += groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
         return min(1.0, self._max_step / math.sqrt(max(squared, 1e-300)))
 
-    def _move(self, layer: Layer, d_W: Tensor | None, d_b: Tensor | None, groups: Mapping[Tensor, Group]) -> None:
+    def _move(
+        self, layer: Layer, d_W: Tensor | None, d_b: Tensor | None, groups: Mapping[Tensor, Group], moves: Moves
+    ) -> None:
         """W and b by the directions given, d_b as seen from the centre c: Δb = −η_b d_b − ΔW c."""
-        unit, v_W = layer.unit, None
+        unit, v_W, lr = layer.unit, None, 0.0
         if d_W is not None:
             group, W = groups[layer.weight], unit.own(layer.weight)
-            v_W = self._velocity(layer.weight, unit.own, unit.shaped(d_W), group)
-            _decay_(W, group)
-            W.sub_(_as(W, v_W), alpha=group["lr"])
+            v_W, lr = self._velocity(layer.weight, unit.own, unit.shaped(d_W), group), group["lr"]
+            decay_(W, group)
+            moves.add(W, v_W, lr)
             if self.statistics.due:  # for the report; not worth its price at every step
-                layer.step_norm = group["lr"] * float(v_W.norm())
+                layer.step_norm = lr * float(v_W.norm())
         if d_b is not None and layer.bias is not None:
             group, b = groups[layer.bias], unit.vector(layer.bias)
             v_b = self._velocity(layer.bias, unit.vector, d_b, group)
-            _decay_(b, group)
-            b.sub_(_as(b, v_b), alpha=group["lr"])
-            if v_W is not None and layer.c is not None:
-                b.add_(unit.times(_as(b, v_W), _as(b, layer.c)), alpha=groups[layer.weight]["lr"])
+            decay_(b, group)
+            if v_W is None or layer.c is None:
+                moves.add(b, v_b, group["lr"])
+            elif lr == group["lr"] and v_W.ndim == 2 and not unit.one_hot:
+                moves.add(b, torch.addmv(v_b, as_(v_b, v_W), as_(v_b, layer.c), alpha=-1), lr)
+            else:
+                moves.add(b, v_b, group["lr"])
+                b.add_(unit.times(as_(b, v_W), as_(b, layer.c)), alpha=lr)
 
     def _velocity(self, parameter: Tensor, own: Callable[[Tensor], Tensor], direction: Tensor, group: Group) -> Tensor:
         """What the parameter's own part moves by, the learning rate apart."""
@@ -285,16 +296,3 @@ class PRONG(BPRONG):
         self, model: nn.Module, lr: float = 0.01, *, forward_damping: float | Damping = 0.01, **arguments: Any
     ) -> None:
         super().__init__(model, lr, forward_damping=forward_damping, **arguments)
-
-
-def _as(like: Tensor, values: Tensor) -> Tensor:
-    return values if values.dtype == like.dtype else values.to(like.dtype)
-
-
-def _times(scale: float, direction: Tensor | None) -> Tensor | None:
-    return direction if direction is None or scale == 1 else direction * scale
-
-
-def _decay_(parameter: Tensor, group: Group) -> None:
-    if group["weight_decay"]:
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -10,22 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bprong.blocks import Blocks
-from bprong.lowrank import restored, shape_of
+from bprong.lowrank import LowRank, restored, saved, shape_of
 from bprong.moments import Moments, outer
 from bprong.schedule import Side
 from bprong.solver import Inverse, Solver, solve
 from bprong.units import Unit
 from bprong.whitening import Damping, rank
 
-__all__ = ["Layer", "Preconditioner", "distance_from_white"]
+__all__ = ["Direction", "Layer", "Preconditioner", "distance_from_white"]
 
 PROBES = 32
+Direction = tuple[Tensor | None, Tensor | None]  # of W and of b: gradients, or what they become
 
 
 @dataclass(eq=False)
@@ -56,13 +58,18 @@ class Preconditioner:
 
     step_norm: float | None = None
 
-    def load(self, saved: Mapping[str, Any], like: Tensor) -> None:
+    def load(self, kept: Mapping[str, Any], like: Tensor) -> None:
         """What `UU`, `c`, `RR` and `refreshed_at` were when they were saved."""
-        self.UU, self.RR = (restored(saved[key], like) for key in ("UU", "RR"))
-        self._centre(None if saved["c"] is None else saved["c"].to(like))
-        self.refreshed_at, self.white, self.moments = dict(saved["refreshed_at"]), {}, {}
+        self.UU, self.RR = (restored(kept[key], like) for key in ("UU", "RR"))
+        self._centre(None if kept["c"] is None else kept["c"].to(like))
+        self.refreshed_at, self.white, self.moments = dict(kept["refreshed_at"]), {}, {}
 
-    def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    @cached_property
+    def plain(self) -> bool:
+        """Whether both sides are one block."""
+        return self.outputs.lead == 0 and self.inputs.lead == 0 and self.inputs.taps == 1
+
+    def direction(self, g_W: Tensor | None, g_b: Tensor | None) -> Direction:
         """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
 
         Gradients are matrices and vectors as `Unit.matrix` and `Unit.vector` give them.
@@ -70,19 +77,29 @@ class Preconditioner:
         The bias itself then moves by the second minus the first times c; they are kept apart because weight and bias
         may have learning rates of their own. Gradients in half precision are brought to the inverses' float32.
         """
-        kept = self.UU if self.UU is not None else self.RR
+        UU, RR = self.UU, self.RR
+        kept = UU if UU is not None else RR
         if kept is not None:
             g_W = g_W if g_W is None or g_W.dtype == kept.dtype else g_W.to(kept.dtype)
             g_b = g_b if g_b is None or g_b.dtype == kept.dtype else g_b.to(kept.dtype)
-        if g_b is not None and self.RR is not None:
-            plain = self.outputs.lead == 0
-            g_b = self.RR @ g_b if plain else self.outputs.from_left(self.RR, g_b.unsqueeze(-1)).squeeze(-1)
+        if g_b is not None and RR is not None:
+            g_b = RR @ g_b if self.plain else self.outputs.from_left(RR, g_b.unsqueeze(-1)).squeeze(-1)
         if g_W is not None:
-            g_W = g_W if self.RR is None else self.outputs.from_left(self.RR, g_W)
-            g_W = g_W if self.UU is None else self.inputs.from_right(g_W, self.UU)
+            g_W = self._from_both_sides(g_W)
             if g_b is not None and self.q is not None:  # −(RᵀR) g_b cᵀ (UᵀU)
                 g_W = g_W.addr_(g_b, self.q, alpha=-1) if g_W.ndim == 2 else g_W.sub_(outer(g_b, self.q))
         return g_W, g_b
+
+    def _from_both_sides(self, g_W: Tensor) -> Tensor:
+        """(RᵀR) g_W (UᵀU); where one block is multiplied, without asking how."""
+        UU, RR = self.UU, self.RR
+        if RR is not None:
+            g_W = RR @ g_W if self.plain else self.outputs.from_left(RR, g_W)
+            if isinstance(UU, LowRank) and g_W.ndim == 2:
+                return UU.right_(g_W)  # it is no longer the user's gradient
+        if UU is not None:
+            g_W = g_W @ UU if self.plain else self.inputs.from_right(g_W, UU)
+        return g_W
 
     def centred(self, g_W: Tensor, g_b: Tensor | None) -> Tensor:
         """g_W − g_b cᵀ = E[δ (z−c)ᵀ]."""
@@ -93,19 +110,23 @@ class Preconditioner:
     def look(self, z: Moments | None, delta: Moments | None) -> None:
         """Notes how far from white a batch is in the coordinates in force."""
         if z is not None:
-            self.white["forward"] = distance_from_white(self.UU, z.second)
+            self.white["forward"] = distance_from_white(self.UU, z.second_in(_precision(self.UU)))
         if delta is not None:
-            self.white["backward"] = distance_from_white(self.RR, delta.second)
+            self.white["backward"] = distance_from_white(self.RR, delta.second_in(_precision(self.RR)))
 
     def drift(self, side: Side, moments: Moments, damping: Damping) -> float:
         """How far the inverse in force is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖."""
-        second = moments.second
-        damped = second + torch.diag_embed(damping.value * damping.scale(second))
-        return distance_from_white(self.UU if side == "forward" else self.RR, damped)
+        inverse = self.UU if side == "forward" else self.RR
+        damped = moments.second_in(_precision(inverse))
+        damped.diagonal(dim1=-2, dim2=-1).add_(damping.value * damping.scale(damped))
+        return distance_from_white(inverse, damped)
 
-    def refresh(self, side: Side, moments: Moments, damping: Damping, like: Tensor) -> None:
+    def refresh(
+        self, side: Side, moments: Moments, damping: Damping, like: Tensor, found: Inverse | None = None
+    ) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
-        found = solve(moments.second, damping, like, self.solver, self.RR if side == "backward" else self.UU)
+        if found is None:
+            found = solve(moments.second, damping, like, self.solver, self.RR if side == "backward" else self.UU)
         self.moments[side] = moments
         if side == "backward":
             self.RR = found
@@ -130,11 +151,16 @@ class Layer(Preconditioner):
         """What the inverses are like: the weight, in at least float32, since in bfloat16 they turn indefinite."""
         return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
 
-    def gradients(self, groups: Mapping[Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(self, groups: Mapping[Tensor, Any]) -> Direction:
         """Of weight and bias as matrix and vector, each where it is trained and has one."""
         g_W, g_b = (None if p is None or p not in groups else p.grad for p in (self.weight, self.bias))
         unit = self.unit
         return None if g_W is None else unit.matrix(unit.own(g_W)), None if g_b is None else unit.vector(g_b)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only."""
+        kept = {"UU": saved(self.UU), "c": self.c, "RR": saved(self.RR)}
+        return kept | {"refreshed_at": dict(self.refreshed_at)}
 
     def check(self, kept: Mapping[str, Any]) -> None:
         """Raises ValueError where what was saved is of other sizes."""
@@ -157,6 +183,10 @@ class Layer(Preconditioner):
                     f"{side}_from_white": self.white.get(side),
                 }
         return row
+
+
+def _precision(inverse: Inverse | None) -> torch.dtype:
+    return torch.float64 if inverse is None else inverse.dtype
 
 
 def distance_from_white(inverse: Inverse | None, second: Tensor) -> float:

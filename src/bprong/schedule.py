@@ -44,6 +44,7 @@ class Settings:
     record_every: int | None
     seed: int
     refresh: Pace = "periodic"
+    overhead: float | None = None  # the share of time that sets the period, instead of the periods above
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class Settings:
         record_every: int | None,
         seed: int | None,
         refresh: str = "periodic",
+        overhead: float | None = None,
     ) -> Settings:
         return cls(
             {
@@ -71,6 +73,7 @@ class Settings:
             *averaging(average, record_every),
             torch.initial_seed() if seed is None else seed,
             one_of("refresh", refresh, get_args(Pace)),
+            overhead,
         )
 
 
@@ -80,22 +83,38 @@ class Schedule:
     def __init__(self, settings: Settings, sides: tuple[Side, ...]) -> None:
         self.settings, self.sides = settings, sides
         self.t, self._seed = 0, settings.seed
+        self.every: int | None = None
         self._moments: dict[tuple[str, Side], Moments] = {}
         self._failures: Counter[tuple[str, Side]] = Counter()
         self._warned: set[str] = set()
         self._slow: dict[tuple[str, Side], int] = {}  # by how many periods looks at a side are apart
 
+    def pace(self, every: int) -> None:
+        """Sets the period of both sides, where a share of time decides it: found at the first refresh."""
+        self.every = every
+
+    def _period(self, side: Side) -> tuple[int, int]:
+        return self.settings.periods[side] if self.every is None else (self.every, 0)
+
+    @property
+    def _early(self) -> bool:
+        """Whether statistics are young: looks at the start, and 1, 2, 4, … 16-ths of the first period after it."""
+        if self.settings.overhead is None:
+            return False
+        return self.t == 0 or (self.every is not None and self.t in {self.every >> k for k in range(1, 5)})
+
     @property
     def due(self) -> list[Side]:
         """The sides to refresh at this iteration; by drift, those of which some layer is to be looked at."""
-        periods = self.settings.periods
-        due = [side for side in self.sides if self.t % periods[side][0] == periods[side][1]]
+        if self._early:
+            return list(self.sides)
+        due = [side for side in self.sides if self.t % self._period(side)[0] == self._period(side)[1]]
         return [side for side in due if not self._slow or any(self.looks(*key) for key in self._slow if key[1] == side)]
 
     def looks(self, name: str, side: Side) -> bool:
         """Whether a side of a layer is looked at, now that its side is due at all."""
-        every, offset = self.settings.periods[side]
-        return (self.t - offset) % (every * self._slow.get((name, side), 1)) == 0
+        every, offset = self._period(side)
+        return self._early or (self.t - offset) % (every * self._slow.get((name, side), 1)) == 0
 
     def looked_at(self, side: Side, names: Iterable[str]) -> bool | set[str]:
         """The layers of which a side is measured at this iteration; True: all."""
@@ -105,6 +124,8 @@ class Schedule:
 
     def drifted(self, name: str, side: Side, drifted: bool) -> None:
         """What a look has shown: a side that stays where it is is looked at half as often, one that moves twice."""
+        if self._early:
+            return
         slow = self._slow.get((name, side), 1)
         self._slow[name, side] = max(1, slow // 2) if drifted else min(SLOWEST, 2 * slow)
 
@@ -131,7 +152,7 @@ class Schedule:
         if new is None or not new.finite:
             return new
         if old is not None and (old.mean is None) == (new.mean is None):
-            new = old.decay(self.settings.average).merge(new)
+            new = old.average(new, self.settings.average)
         self._moments[name, side] = new
         return new
 
@@ -162,7 +183,7 @@ class Schedule:
             for (name, side), m in self._moments.items()
         }
         slow = {f"{side}:{name}": slow for (name, side), slow in self._slow.items()}
-        return {"t": self.t, "seed": self._seed, "moments": moments, "slow": slow}
+        return {"t": self.t, "seed": self._seed, "moments": moments, "slow": slow, "every": self.every}
 
     def load_state_dict(self, state: Mapping[str, Any], devices: Mapping[str, torch.device]) -> None:
         """Goes on where `state_dict` was taken; `devices` says where each layer's moments belong."""
@@ -173,7 +194,7 @@ class Schedule:
             raise ValueError(f"the state speaks of layers this model does not have: {sorted(unknown)}")
         self._moments = {known[key]: _moments(m, devices[known[key][0]]) for key, m in state["moments"].items()}
         self._slow = {known[key]: slow for key, slow in state.get("slow", {}).items()}
-        self.t, self._seed = state["t"], state["seed"]
+        self.t, self._seed, self.every = state["t"], state["seed"], state.get("every")
         self._failures.clear()
 
 

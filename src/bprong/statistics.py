@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bprong import factoring
 from bprong.coverage import COVERED, covered_units, fallback_reason
+from bprong.directions import Directions
 from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.listening import Batch, Listener, copied, together
-from bprong.lowrank import saved
-from bprong.moments import wide
-from bprong.preconditioner import Layer
+from bprong.moments import Moments, wide
+from bprong.pace import interval
+from bprong.preconditioner import Direction, Layer
 from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
 from bprong.reporting import Report, Stopwatch
 from bprong.schedule import SIDES, Schedule, Settings, Side, WhiteningWarning, mixed
@@ -35,6 +37,7 @@ __all__ = ["Recorder", "Statistics"]
 SEEN_IN_PART = "its weight is used in other ways too, which cannot be seen"
 DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ of a whitener made for other statistics, above which it is made anew
 Recorder = Callable[..., None]
+Carry = Callable[[Layer, Tensor | None], None]  # what a new centre does to velocities, from the centre before
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 
 
@@ -66,7 +69,14 @@ class Statistics:
         self._examples = examples
         self._observed: list[Batch] = []
         self._recorded: list[dict[str, Measured]] = []
+        self._directions: Directions | None = None
         self._listen()
+
+    def directions(self, groups: Mapping[Tensor, Any]) -> dict[Layer, Direction]:
+        """What the gradients of the layers become."""
+        if self._directions is None:
+            self._directions = Directions(self.layers.values())
+        return self._directions.of(groups)
 
     def _listen(self) -> None:
         self.due = bool(self.schedule.wanted)  # whether the next step measures, found out once for all who ask
@@ -89,26 +99,42 @@ class Statistics:
         if self.schedule.wanted:
             self._observed.append((x, y, self._likelihood.left_in(y) if isinstance(y, Tensor) else None))
 
-    def refresh(self, centred: Centred, carry: Callable[[Layer, Tensor | None], None]) -> None:
+    def refresh(self, centred: Centred, carry: Carry) -> None:
         """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
         schedule = self.schedule
         if not centred:
             return
+        self._directions = None
         with self.watch.on("statistics"):
             measured = self._measure(centred)
             for name, m in measured.items():
                 self.layers[name].look(m.z, m.delta)
             schedule.average_(measured)
+            self._pace(measured)
         with self.watch.on("factorisation"):
             for side in schedule.due:
-                for name, m in measured.items():
-                    if self._moved(self.layers[name], side, m):
-                        self._refresh(self.layers[name], side, m, carry)
+                self._factor(side, measured, carry)
 
-    def _moved(self, layer: Layer, side: Side, m: Measured) -> bool:
+    def _factor(self, side: Side, measured: Mapping[str, Measured], carry: Carry) -> None:
+        moved: dict[Layer, Moments] = {}
+        for name, m in measured.items():
+            moments = m.z if side == "forward" else m.delta
+            if moments is not None and self._moved(self.layers[name], side, moments):
+                moved[self.layers[name]] = moments
+        ready = factoring.together(moved, self.schedule.settings.damping[side])
+        for layer, moments in moved.items():
+            self._refresh(layer, side, moments, carry, ready.get(layer))
+
+    def _pace(self, measured: Mapping[str, Measured]) -> None:
+        overhead, schedule = self.schedule.settings.overhead, self.schedule
+        if overhead is not None and schedule.every is None:
+            seen = [(self.layers[name].unit, m.z.weight) for name, m in measured.items() if m.z is not None]
+            schedule.pace(interval(seen, overhead, "backward" in schedule.sides))
+
+    def _moved(self, layer: Layer, side: Side, moments: Moments) -> bool:
         """Whether a side is to be refreshed: always, or if it has drifted from what its inverse was made for."""
-        moments, settings = m.z if side == "forward" else m.delta, self.schedule.settings
-        if settings.refresh == "periodic" or moments is None:
+        settings = self.schedule.settings
+        if settings.refresh == "periodic":
             return True
         moved = side not in layer.refreshed_at or layer.drift(side, moments, settings.damping[side]) > DRIFT
         self.schedule.drifted(layer.name, side, moved)
@@ -225,13 +251,10 @@ class Statistics:
 
             yield take
 
-    def _refresh(self, layer: Layer, side: Side, m: Measured, carry: Callable[[Layer, Tensor | None], None]) -> None:
-        moments = m.z if side == "forward" else m.delta
-        if moments is None:
-            return
+    def _refresh(self, layer: Layer, side: Side, moments: Moments, carry: Carry, found: Tensor | None) -> None:
         c_before = layer.c
         try:
-            layer.refresh(side, moments, self.schedule.settings.damping[side], layer.like)
+            layer.refresh(side, moments, self.schedule.settings.damping[side], layer.like, found)
         except WhiteningError as reason:
             self.schedule.failed(layer.name, side, reason)
             return
@@ -255,15 +278,7 @@ class Statistics:
         return {
             "schedule": self.schedule.state_dict(),
             "given_up": list(self.given_up),
-            "layers": {
-                name: {
-                    "UU": saved(layer.UU),
-                    "c": layer.c,
-                    "RR": saved(layer.RR),
-                    "refreshed_at": dict(layer.refreshed_at),
-                }
-                for name, layer in self.layers.items()
-            },
+            "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -277,6 +292,7 @@ class Statistics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state(state)
+        self._directions = None
         for name in state.get("given_up", ()):
             self._give_up(name, warn=False)
         devices = {name: wide(layer.weight[:0]).device for name, layer in self.layers.items()}
@@ -289,8 +305,10 @@ class Statistics:
         self.due = self._listener.wanted = bool(self.schedule.wanted)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_listener", "_observed", "_recorded")}
+        return {
+            k: v for k, v in self.__dict__.items() if k not in ("_listener", "_observed", "_recorded", "_directions")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _observed=[], _recorded=[])
+        self.__dict__.update(state, _observed=[], _recorded=[], _directions=None)
         self._listen()

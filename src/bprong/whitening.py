@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from bprong.moments import outer
+from bprong.moments import finite, outer
 
 __all__ = ["Damping", "Factorisation", "LinAlgError", "Whitener", "WhiteningError", "inverse", "rank", "whitener"]
 
@@ -120,33 +120,45 @@ def whitener(second: Tensor, damping: float | Damping = 0.0, factorisation: Fact
     )
 
 
-def inverse(second: Tensor, damping: float | Damping = 0.0, dtype: torch.dtype = torch.float64) -> Tensor:
+def inverse(
+    second: Tensor,
+    damping: float | Damping = 0.0,
+    dtype: torch.dtype = torch.float64,
+    unit: Tensor | None = None,
+) -> Tensor:
     """(Ž + ε)⁻¹ = UᵀU, all that a step in ordinary coordinates needs: by Cholesky, without forming U.
 
     dtype: the precision it is wanted in; it is computed in float32 for float32 where that is safe, else in float64.
+    unit:  the damping's of each coordinate, where the moments of several sides are given at once, each with its own
 
     >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
     [0.25, 1.0]
     """
-    second, damped = _symmetrised(second), Damping.of(damping)
-    unit = damped.scale(second).sqrt()
-    scaled = second / outer(unit, unit)
-    if dtype == torch.float32 and _safe_in_single(scaled, damped.value):
-        scaled, unit = scaled.float(), unit.float()
-    L = _cholesky_factor(scaled, damped.value)
+    _check_second(second)
+    second, damped = second.to(torch.float64), Damping.of(damping)
+    # Only a damping that differs between coordinates asks for units of its own; one triangle is read, so neither is
+    # the moment symmetrised: each would go through as much memory as the factorisation itself.
+    unit = damped.scale(second) if unit is None else unit
+    root = unit.sqrt() if damped.relative_to == "variance" else torch.ones_like(unit[..., :1])
+    scaled = second / outer(root, root) if damped.relative_to == "variance" else second
+    epsilon = damped.value * unit / root.square()
+    precision = torch.float32 if dtype == torch.float32 and _safe_in_single(scaled, epsilon) else torch.float64
+    L = _cholesky_factor(scaled.to(precision, copy=True), epsilon.to(precision))
     with _failures_named():
         if L is None:
-            U = _eigh(scaled, damped.value)[0]
-        found = torch.cholesky_inverse(L) if L is not None else U.mT @ U
+            U = _eigh(_symmetrised(scaled), epsilon)[0]
+        # LAPACK's is stored by columns; being symmetric, its transpose is itself, stored by rows as everything else.
+        found = torch.cholesky_inverse(L).mT if L is not None else U.mT @ U
     _check_finite(found)
-    return found / outer(unit, unit)
+    return found.div_(outer(root, root).to(found)) if damped.relative_to == "variance" else found
 
 
-def _safe_in_single(scaled: Tensor, epsilon: float) -> bool:
+def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
     """Whether the condition number leaves an inverse in float32 three digits: κ ≤ (tr Ž + ε)/ε, error ∝ κ √d."""
     d = scaled.shape[-1]
     trace = float(scaled.diagonal(dim1=-2, dim2=-1).sum(dim=-1).max())
-    return epsilon > 0 and (trace / epsilon + 1) * d**0.5 * torch.finfo(torch.float32).eps < 1e-3
+    least = float(epsilon.min())
+    return least > 0 and (trace / least + 1) * d**0.5 * torch.finfo(torch.float32).eps < 1e-3
 
 
 @contextmanager
@@ -158,14 +170,14 @@ def _failures_named() -> Iterator[None]:
 
 
 def _check_finite(*found: Tensor) -> None:
-    if not all(torch.isfinite(matrix).all() for matrix in found):
+    if not all(map(finite, found)):
         raise WhiteningError("the factorisation is not finite although the statistics are; try a larger damping")
 
 
 Root = tuple[Tensor, Tensor, Tensor | None]  # U, U⁻¹, and the eigenvalues where they are known
 
 
-def _eigh(second: Tensor, epsilon: float) -> Root:
+def _eigh(second: Tensor, epsilon: float | Tensor) -> Root:
     """The paper's root: U = (Λ+ε)^(-1/2) Pᵀ, U⁻¹ = P (Λ+ε)^(1/2)."""
     eigenvalues, P = torch.linalg.eigh(second)
     root = _damped(eigenvalues, epsilon).sqrt()
@@ -182,15 +194,16 @@ def _symmetric(second: Tensor, epsilon: float) -> Root:
 
 def _cholesky(second: Tensor, epsilon: float) -> Root:
     """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's where rounding has cost the matrix its definiteness."""
-    L = _cholesky_factor(second, epsilon)
+    L = _cholesky_factor(second.clone(), epsilon)
     if L is None:
         return _eigh(second, epsilon)
     return torch.linalg.solve_triangular(L, _identity(second), upper=False), L, None
 
 
-def _cholesky_factor(second: Tensor, epsilon: float) -> Tensor | None:
-    """L with Ž+ε = LLᵀ, or None where there is none to float64's precision."""
-    L, failed = torch.linalg.cholesky_ex(second + epsilon * _identity(second))
+def _cholesky_factor(second: Tensor, epsilon: float | Tensor) -> Tensor | None:
+    """L with Ž+ε = LLᵀ, or None where there is none to the precision at hand; Ž is written over."""
+    second.diagonal(dim1=-2, dim2=-1).add_(epsilon)
+    L, failed = torch.linalg.cholesky_ex(second)
     # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is looked at.
     pivots = L.diagonal(dim1=-2, dim2=-1) ** 2
     return None if failed.any() or (pivots.amin(dim=-1) <= _rounding(pivots)).any() else L
@@ -203,23 +216,27 @@ def _identity(like: Tensor) -> Tensor:
 _ROOTS: dict[str, Callable[[Tensor, float], Root]] = {"eigh": _eigh, "cholesky": _cholesky, "symmetric": _symmetric}
 
 
-def _symmetrised(second: Tensor) -> Tensor:
+def _check_second(second: Tensor) -> None:
     if second.ndim not in (2, 3) or second.shape[-2] != second.shape[-1] or second.numel() == 0:
         raise ValueError(f"a second moment is a square matrix, not a tensor of {tuple(second.shape)}")
     # LAPACK's eigh returns numbers for NaN input without complaint, so finiteness is tested here.
-    if not torch.isfinite(second).all():
+    if not finite(second):
         raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")
+
+
+def _symmetrised(second: Tensor) -> Tensor:
+    _check_second(second)
     second = second.to(torch.float64)
     return (second + second.mT) / 2
 
 
-def _damped(eigenvalues: Tensor, epsilon: float) -> Tensor:
+def _damped(eigenvalues: Tensor, epsilon: float | Tensor) -> Tensor:
     """Λ + ε, with the negative eigenvalues that rounding leaves in a rank-deficient moment taken as zero."""
     damped = eigenvalues.clamp(min=0) + epsilon
     if (damped.amin(dim=-1) <= _rounding(damped)).any():
         raise WhiteningError(
             f"the statistics span {_rank(eigenvalues)} of {eigenvalues.numel()} directions and the damping "
-            f"({epsilon:g}) is too small to fill the others; give a larger damping"
+            f"({float(torch.as_tensor(epsilon).min()):g}) is too small to fill the others; give a larger damping"
         )
     return damped
 
