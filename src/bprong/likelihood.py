@@ -11,11 +11,14 @@ therefore in the last dimension. Images (four or more dimensions) of independent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from bprong.information import products, times_drawn, times_roots
+from bprong.moments import widened
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_of", "some"]
 
@@ -55,6 +58,23 @@ class Likelihood(ABC):
         model, and back-propagating both at once would add a product that is zero in expectation.
         """
         raise TypeError(f'{type(self).__name__} defines no roots(): use fisher="sampled", or define it')
+
+    def information(self, output: Tensor, directions: Sequence[Tensor], counted: Tensor | None = None) -> Tensor:
+        """Σ over targets of dᵢᵀ F dⱼ, F the Fisher matrix of a target at the output: (k, k), float64.
+
+        directions: k changes dᵢ of the output; counted: which targets the loss counts, (targets,)
+
+        >>> Gaussian().information(torch.zeros(5, 2), [torch.ones(5, 2)])
+        tensor([[10.]], dtype=torch.float64)
+        """
+        V = torch.stack([widened(d.detach()) for d in directions])
+        return products(V, self.fisher_times(output.detach(), V), self.targets(output), counted)
+
+    def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
+        """F v of every target; V: (k, *output), float64. By the roots where they are defined, else by drawn targets."""
+        if type(self).roots is not Likelihood.roots:
+            return times_roots(self.roots(output), V, self.targets(output))
+        return times_drawn(self, output, V)
 
     def targets(self, output: Tensor) -> int:
         """How many targets the output speaks of."""
@@ -121,6 +141,11 @@ class Categorical(Likelihood):
         p = output.detach().softmax(dim=-1)
         for position, k, e_k in _units(output):
             yield _at(position, p[..., k : k + 1].sqrt() * (p - e_k))
+
+    def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
+        """(diag(p) − ppᵀ) v"""
+        p = widened(output).softmax(dim=-1)
+        return p * (V - (p * V).sum(dim=-1, keepdim=True))
 
     def check(self, output: Tensor) -> None:
         super().check(output)
@@ -191,6 +216,9 @@ class _Elementwise(Likelihood):
             return
         for position, _, e_k in _units(output):
             yield _at(position, root * e_k)
+
+    def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
+        return self.curvature(widened(output)) * V
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         if y.shape != output.shape:
