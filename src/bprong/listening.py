@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from bprong.recording import Arguments, tensor_of
 
-__all__ = ["Batch", "Listener", "copied", "together"]
+__all__ = ["Batch", "Listener", "copied", "together", "unheard"]
 
 Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 
@@ -90,6 +91,16 @@ class Listener:
 
     def __reduce__(self) -> tuple[type[Listener], tuple[bool]]:
         return Listener, (False,)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Calls of the model that are not its training, so that no listener keeps them."""
+    before, Listener.paused = Listener.paused, True
+    try:
+        yield
+    finally:
+        Listener.paused = before
 
 
 def _together(found: list[Any]) -> Any:
