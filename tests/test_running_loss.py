@@ -1,0 +1,104 @@
+"""The loss is found from within its own backward pass, and nothing else is taken for it."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bprong.running_loss import running_loss
+
+
+def heard(backward):
+    """What a hook at the output finds while `backward(output)` differentiates something."""
+    found = []
+    output = nn.Linear(3, 2)(torch.randn(4, 3))
+    output.register_hook(lambda g: found.append(running_loss()))
+    expected = backward(output)
+    assert len(found) == 1
+    return found[0], expected
+
+
+def plain(output):
+    loss = output.square().mean()
+    loss.backward()
+    return loss
+
+
+def by_autograd(output):
+    loss = output.square().sum()
+    torch.autograd.backward([loss])
+    return loss
+
+
+def by_grad(output):
+    loss = output.square().sum()
+    torch.autograd.grad(loss, output)
+    return loss
+
+
+def scaled(output):
+    loss = output.square().mean().reshape(1)
+    loss.backward(torch.tensor([8.0]), retain_graph=True)
+    return 8 * loss
+
+
+def deep(output):
+    def inner(depth):
+        return plain(output) if depth == 0 else inner(depth - 1)
+
+    return inner(20)
+
+
+@pytest.mark.parametrize("backward", [plain, by_autograd, by_grad, scaled, deep])
+def test_it_is_the_loss(backward):
+    found, loss = heard(backward)
+    assert found.shape == ()
+    assert not found.requires_grad
+    assert found == loss.detach().reshape(())
+
+
+def several(output):
+    torch.autograd.backward([output.square().sum(), output.sum()])
+
+
+def of_many_elements(output):
+    output.square().backward(torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("backward", [several, of_many_elements])
+def test_what_is_not_one_loss_is_none(backward):
+    assert heard(backward)[0] is None
+
+
+def test_outside_of_a_backward_pass_there_is_none():
+    assert running_loss() is None
+
+
+def test_a_checkpoint_inside_has_no_loss_of_its_own():
+    """The hook runs in a backward pass of the checkpoint's, which the loss's has called."""
+    found = []
+    layer = nn.Linear(3, 2)
+
+    def inside(x):
+        z = layer(x)
+        if z.requires_grad:
+            z.register_hook(lambda g: found.append(running_loss()))
+        return z * 2
+
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = checkpoint(inside, x, use_reentrant=True).square().sum()
+    loss.backward()
+    assert found[0] == loss.detach()
+
+
+def test_a_backward_pass_in_another_thread_is_seen_there_and_not_here():
+    output = nn.Linear(3, 2)(torch.randn(4, 3))
+    found = []
+    output.register_hook(lambda g: found.append(running_loss()))
+    loss = output.square().sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert found == [loss.detach()]
