@@ -71,6 +71,7 @@ def test_hard_labels_and_those_left_out(shape, seed, reduction, multiple, ignore
     assert found.certain
     assert torch.equal(found.y, y)
     assert torch.equal(found.weights == 0, y == -100)
+    assert torch.equal(behind(Categorical(), loss_of, output, scale=found.scale).y, y)
 
 
 @pytest.mark.parametrize("shape", [(12, 2), (6, 5), (3, 4, 7)])
@@ -164,6 +165,24 @@ def test_classes_that_are_certain_are_as_if_left_out_and_do_not_disturb():
     found = behind(Categorical(), lambda f: F.cross_entropy(f, y, reduction="sum"), output)
     assert found.scale == pytest.approx(1)
     assert found.y.tolist() == [-100, -100, -100, *y[3:].tolist()]
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.1, 1e-2, 1e-3])
+@pytest.mark.parametrize("classes", [2, 10])
+def test_labels_that_are_nearly_reached_still_tell_the_scale(noise, classes):
+    """In float32, where p − q is soon little more than rounding."""
+    y = torch.randint(classes, (250,))
+    q = 0.9 * F.one_hot(y, classes) + 0.1 / classes
+    output = (q.log() + noise * torch.randn(250, classes)).float()
+    found = behind(Categorical(), lambda f: F.cross_entropy(f, y, label_smoothing=0.1), output)
+    assert found.scale == pytest.approx(1 / 250, rel=1e-3)
+    assert_close(found.y, q, 1e-5)
+
+
+def test_labels_reached_for_good_tell_nothing_rather_than_something_wrong():
+    y = torch.arange(20) % 4
+    output = (95.0 * F.one_hot(y, 4) + 0.1 * torch.randn(20, 4)).float()
+    assert behind(Categorical(), lambda f: F.cross_entropy(f, y), output) is None
 
 
 # Bits -----------------------------------------------------------------------------------------------------------------

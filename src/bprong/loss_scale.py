@@ -6,21 +6,32 @@ targets, 1 / targets for a mean, 2 / elements for F.mse_loss, and anything for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["agreed", "customary", "line", "lower_bound", "of_each_target", "rounded", "tolerance"]
+__all__ = ["agreed", "customary", "explains", "line", "lower_bound", "of_each_target", "rounded", "tolerance"]
 
 NEAR = 0.01  # what an estimate may be off a customary κ to be taken for it
 BELOW = 0.25  # what a lower bound may be
 TINY = 1e-300
+VANISHED = 1e-20  # a probability of which single precision leaves nothing once it is multiplied by κ
 
 
 def tolerance(eps: float) -> float:
     """What a gradient of this precision may be off, relative to it, and be explained."""
     return max(1e-4, 4 * eps)
+
+
+def explains(explanation: Tensor, G: Tensor, scale: float, eps: float) -> bool:
+    """Whether G is what it is explained by, but for rounding: its own, and that of κ p and κ y before their difference.
+
+    The latter is float32's even where autocast has rounded G to less: losses are computed in float32.
+    """
+    left, rounding = float((G - explanation).norm()), 4 * min(eps, 1.2e-7) * scale * math.sqrt(G.numel())
+    return left <= tolerance(eps) * float(G.norm()) + rounding
 
 
 def line(p: Tensor, G: Tensor, eps: float) -> tuple[float, float] | None:
@@ -40,8 +51,7 @@ def line(p: Tensor, G: Tensor, eps: float) -> tuple[float, float] | None:
         q = float(p.mean() - G.mean() / scale) if scale > 0 else -1.0
     else:
         scale, q = float((p * G).sum() / p.square().sum().clamp(min=TINY)), 0.0
-    left = float((G - scale * (p - q)).norm())
-    return (scale, q) if scale > 0 and q > -near and left <= near * float(G.norm()) else None
+    return (scale, q) if scale > 0 and q > -near and explains(scale * (p - q), G, scale, eps) else None
 
 
 def of_each_target(p: Tensor, G: Tensor, y: Tensor, eps: float) -> Tensor | None:
@@ -55,23 +65,22 @@ def of_each_target(p: Tensor, G: Tensor, y: Tensor, eps: float) -> Tensor | None
     expected = scales
     if p.shape[1] == 2:
         expected = torch.stack([scales[y == k].mean() for k in range(2)])[y]
-    left = ((G - expected[:, None] * p) * off).norm()
-    return scales if float(left) <= tolerance(eps) * float((G * off).norm()) else None
+    return scales if explains(expected[:, None] * p * off, G * off, float(scales.mean()), eps) else None
 
 
 def lower_bound(G: Tensor, room: Tensor, eps: float) -> tuple[float, bool]:
-    """The least κ with |G| ≤ κ · room everywhere; and whether a hundredth of all elements or more attain it.
+    """The least κ with |G| ≤ κ · room everywhere; and whether a twentieth or more of the elements attain it.
 
     room: how far p is from where G pushes it, p or 1 − p. Elements that share the bound have targets of 0 or 1, and it
     is κ.
     """
-    reliable = room > 1e-3  # p − 1 has lost its digits where p is nearly one
-    G, room = (G[reliable], room[reliable]) if reliable.any() else (G.flatten(), room.flatten().clamp(min=TINY))
-    ratio = G.abs() / room
-    rounding = min(4 * eps / 1e-3, 3 * tolerance(eps))
+    ratio, reliable = G.abs() / room.clamp(min=TINY), room > 1e-3  # p − 1 has lost its digits where p is nearly one
+    if reliable.any():
+        ratio = ratio.where(reliable, 0)
+    rounding = min(4 * eps / 1e-3, 3e-4 + 2 * eps)
     attained = ratio >= (1 - rounding) * ratio.max()
-    bound = float(G[attained].abs().sum() / room[attained].sum())
-    return bound, int(attained.sum()) >= max(3, 0.01 * ratio.numel())
+    bound = float(G[attained].abs().sum() / room[attained].sum().clamp(min=TINY))
+    return bound, int(attained.sum()) >= max(3, 0.05 * int((ratio > 0).sum()))
 
 
 def customary(counts: Iterable[int]) -> list[float]:

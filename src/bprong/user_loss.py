@@ -16,7 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bprong.likelihood import IGNORED, Bernoulli, Categorical, Gaussian, Likelihood
-from bprong.loss_scale import BELOW, TINY, customary, line, lower_bound, of_each_target, rounded, tolerance
+from bprong.loss_scale import (
+    BELOW,
+    TINY,
+    VANISHED,
+    customary,
+    explains,
+    line,
+    lower_bound,
+    of_each_target,
+    rounded,
+    tolerance,
+)
 from bprong.moments import widened
 
 __all__ = ["Loss", "loss_behind"]
@@ -125,49 +136,56 @@ def _by_targets(seen: _Seen, y: Tensor) -> Loss | None:
     counts = seen.G != 0
     g, G = widened(g).reshape(seen.G.shape)[counts], seen.G[counts]
     scale = float((G * g).sum() / g.square().sum().clamp(min=TINY))
-    left = float((G - scale * g).norm() / G.norm())
-    near = tolerance(seen.eps) if isinstance(seen.likelihood, (Categorical, Bernoulli)) else 0.1
-    return seen.loss(scale, y) if scale > 0 and left <= near else None
+    if isinstance(seen.likelihood, (Categorical, Bernoulli)):
+        is_it = explains(scale * g, G, scale, seen.eps)
+    else:
+        is_it = float((G - scale * g).norm()) <= 0.1 * float(G.norm())
+    return seen.loss(scale, y) if scale > 0 and is_it else None
 
 
 def _of_classes(seen: _Seen, scale: float | None) -> Loss | None:
     """Hard labels, smoothed ones, weighted ones; else whatever distributions q = p − G/κ there may be."""
     p, counted = seen.f.softmax(dim=-1), seen.counted
     if scale is not None:
-        return _soft(seen, p, scale)
+        return _of_distributions(seen, p, scale)
     # Of smoothed labels G itself is not least at y if p is nearly one there; p − G/κ is greatest, if κ is about right.
-    room = torch.where(seen.G > 0, p, 1 - p)
-    y = (p - seen.G / lower_bound(seen.G[counted], room[counted], seen.eps)[0]).argmax(dim=-1)
-    off = (F.one_hot(y, p.shape[1]) == 0) & counted[:, None]  # where a hard label is zero
+    bound, _ = lower_bound(seen.G, torch.where(seen.G > 0, p, 1 - p), seen.eps)
+    off = (F.one_hot((p - seen.G / bound).argmax(dim=-1), p.shape[1]) == 0) & counted[:, None]
+    if float(p[off].max()) < VANISHED:
+        return None
     if (found := line(p[off], seen.G[off], seen.eps)) is not None:
-        scale, q = found
-        return seen.loss(scale, _labels(seen, y)) if q <= tolerance(seen.eps) else _soft(seen, p, scale)
+        return _of_distributions(seen, p, found[0])
     y = seen.G.argmin(dim=-1)
     if (scales := of_each_target(p[counted], seen.G[counted], y[counted], seen.eps)) is not None:
         mean = float(scales.mean())
         weights = torch.zeros_like(p[:, 0]).masked_scatter_(counted, scales / mean)
         return seen.loss(mean, _labels(seen, y), weights=weights)
-    estimate = _between(seen, p, 1 - p, -(p * seen.f.log_softmax(dim=-1)))
-    return None if estimate is None else _soft(seen, p, *estimate)
+    estimate = _between(seen, p, 1 - p, [p])
+    return None if estimate is None else _of_distributions(seen, p, *estimate)
+
+
+def _of_distributions(seen: _Seen, p: Tensor, scale: float, certain: bool = True) -> Loss:
+    """The targets q = p − G/κ, or the labels that they are."""
+    q = p - seen.G / scale
+    most, y = q.max(dim=-1)
+    if bool((most[seen.counted] >= 1 - tolerance(seen.eps)).all()):
+        return seen.loss(scale, _labels(seen, y), certain)
+    return seen.loss(scale, (q.clamp(min=0) * seen.counted[:, None]).view(seen.output.shape), certain)
 
 
 def _labels(seen: _Seen, y: Tensor) -> Tensor:
     return y.masked_fill(~seen.counted, IGNORED).view(seen.output.shape[:-1])
 
 
-def _soft(seen: _Seen, p: Tensor, scale: float, certain: bool = True) -> Loss:
-    q = (p - seen.G / scale).clamp(min=0) * seen.counted[:, None]
-    return seen.loss(scale, q.view(seen.output.shape), certain)
-
-
 def _of_bits(seen: _Seen, scale: float | None) -> Loss | None:
-    p, rest = seen.f.sigmoid(), (-seen.f).sigmoid()
-    entropies = -(p * F.logsigmoid(seen.f) + rest * F.logsigmoid(-seen.f))
-    found = (scale, True) if scale is not None else _between(seen, p, rest, entropies)
-    if found is None:
-        return None
-    y = (p - seen.G / found[0]).clamp(0, 1)
-    return seen.loss(found[0], y.view(seen.output.shape), found[1])
+    p, certain = seen.f.sigmoid(), True
+    if scale is None:
+        rest = (-seen.f).sigmoid()
+        estimate = _between(seen, p, rest, [p, rest])
+        if estimate is None:
+            return None
+        scale, certain = estimate
+    return seen.loss(scale, (p - seen.G / scale).clamp(0, 1).view(seen.output.shape), certain)
 
 
 def _of_numbers(seen: _Seen, scale: float | None) -> Loss | None:
@@ -181,19 +199,18 @@ def _of_numbers(seen: _Seen, scale: float | None) -> Loss | None:
     return seen.loss(scale, (seen.f - seen.G / scale).view(seen.output.shape), certain)
 
 
-def _between(seen: _Seen, p: Tensor, rest: Tensor, entropies: Tensor) -> tuple[float, bool] | None:
-    """κ of a loss of logits, and whether it is certain; rest = 1 − p.
+def _between(seen: _Seen, p: Tensor, rest: Tensor, outcomes: list[Tensor]) -> tuple[float, bool] | None:
+    """κ of a loss of logits, and whether it is certain; rest = 1 − p, outcomes: the probabilities of all there are.
 
     A lower bound that many elements share is κ. Otherwise it comes from the loss's value, since loss − ⟨G, f⟩ = κ Σ
     entropy(p); with a penalty that is an upper bound, so what is customary between the two bounds is preferred. Without
     a value, or with one that contradicts the bound, there is but what is customary just above it.
     """
-    room = torch.where(seen.G > 0, p, rest)[seen.counted]
-    bound, shared = lower_bound(seen.G[seen.counted], room, seen.eps)
+    bound, shared = lower_bound(seen.G, torch.where(seen.G > 0, p, rest), seen.eps)
     if shared:
         return bound, True
-    known, total = seen.customary, max(float(entropies[seen.counted].sum()), TINY)
-    estimate = -1.0 if seen.value is None else (seen.value - float((seen.G * seen.f).sum())) / total
+    known, entropy = seen.customary, sum(float(torch.special.entr(q[seen.counted]).sum()) for q in outcomes)
+    estimate = -1.0 if seen.value is None else (seen.value - float((seen.G * seen.f).sum())) / max(entropy, TINY)
     if bound * (1 - tolerance(seen.eps)) <= estimate < float("inf"):
         between = [kappa for kappa in known if bound <= kappa <= estimate]
         return rounded(estimate, known) or (between[-1] if between else estimate), False
