@@ -1,9 +1,9 @@
 """What the optimizer costs, measure by measure, beside the bar set for it and the aim, as a table in Markdown.
 
-Ratios within one process, or between processes that take turns; medians over rounds. Steps are the optimizer's with its
-defaults, refreshes included.
+Ratios within one process, or between processes that take turns. Steps are the optimizer's with its defaults, from the
+first one on, refreshes included: all of its time against all of SGD's, the two taking turns every few steps.
 
-    python benchmarks/bars.py [--threads 2] [--rounds 7] [--only NAME …] [--quick]
+    python benchmarks/bars.py [--threads 2] [--only NAME …] [--quick]
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ import bprong
 from bprong.experiments.data import load
 from bprong.experiments.models import perceptron
 
-EXACT_PERIODIC: dict[str, Any] = {}  # settings of BPRONG with which every inverse is exact and refreshed by the clock
-EVERY_STEP: dict[str, Any] = {"every": 1}  # settings with which every step refreshes all layers and sides
+EXACT_PERIODIC: dict[str, Any] = {"every": 100, "options": {"solver": "exact"}}
+EVERY_STEP: dict[str, Any] = {"every": 1, "options": {"solver": "exact"}}
 CODER = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
-CHUNK = 100  # steps timed at a time: as many as lie between two refreshes by the clock
+TURN = 20  # steps that SGD and BPRONG make before it is the other's turn
+SEEDS = 8  # of the comparison of losses, which differ by a third from one seed to the next
+DTYPES = (torch.float64, torch.float32)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -46,6 +48,7 @@ class Problem:
     lr: float
     batch: int
     settings: dict[str, Any]
+    steps: int
     pixels: bool = False  # the input is the target
 
     def optimizer(self, model: nn.Module, name: str, **settings: Any) -> Optimizer:
@@ -65,11 +68,13 @@ def bits(output: Tensor, x: Tensor) -> Tensor:
 
 
 def paper(batch: int) -> Problem:
-    return Problem(lambda seed: perceptron([784, 100, 100, 100, 10], "relu", seed), F.cross_entropy, 0.01, batch, {})
+    return Problem(
+        lambda seed: perceptron([784, 100, 100, 100, 10], "relu", seed), F.cross_entropy, 0.01, batch, {}, 1800
+    )
 
 
 def coder() -> Problem:
-    return Problem(autoencoder, bits, 0.001, 500, {"likelihood": "bernoulli"}, pixels=True)
+    return Problem(autoencoder, bits, 0.001, 500, {"likelihood": "bernoulli"}, 300, pixels=True)
 
 
 def batches(x: Tensor, y: Tensor, problem: Problem, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,35 +110,37 @@ def spent(call: Callable[[], object]) -> float:
 
 
 def step(problem: Problem, options: argparse.Namespace, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """A step of BPRONG, all included, in steps of SGD."""
+    """A step of BPRONG, all included, in steps of SGD: of the whole run's time."""
+    warm, _ = trainer(problem, data, "sgd")
+    warm(TURN)  # not timed: the first steps of a process are slow
     (sgd, _), (ours, _) = (trainer(problem, data, name) for name in ("sgd", "bprong"))
-    chunk = 10 if options.quick else CHUNK
-    sgd(chunk), ours(chunk)  # not timed: the first steps of a process are slow
-    pairs = [(spent(lambda: sgd(chunk)), spent(lambda: ours(chunk))) for _ in range(options.rounds)]
-    return {f"{1e3 * median(a for a, _ in pairs) / chunk:.2f} ms for SGD": median(b / a for a, b in pairs)}
+    turns = 2 if options.quick else problem.steps // TURN
+    pairs = [(spent(lambda: sgd(TURN)), spent(lambda: ours(TURN))) for _ in range(turns)]
+    seconds = fmean(a for a, _ in pairs), fmean(b for _, b in pairs)
+    return {f"{turns * TURN} steps, {1e3 * seconds[0] / TURN:.2f} ms for SGD": seconds[1] / seconds[0]}
 
 
 def factorisation(options: argparse.Namespace) -> dict[str, float]:
     """All a refresh's factorisation of a layer with 1,000 inputs and one output, against `eigh` of the same side."""
+    return {f"width 1000, {dtype}".replace("torch.", ""): _against_eigh(dtype, options) for dtype in DTYPES}
+
+
+def _against_eigh(dtype: torch.dtype, options: argparse.Namespace) -> float:
     n = 200 if options.quick else 1000
     generator = torch.Generator().manual_seed(0)
-    scale = torch.logspace(0, -3, n)
-    model = nn.Linear(n, 1)
+    scale = torch.logspace(0, -3, n, dtype=dtype)
+    model = nn.Linear(n, 1, dtype=dtype)
     optimizer = bprong.BPRONG(model, lr=1e-6, likelihood="gaussian", **EVERY_STEP)
-    start, before, found = time.perf_counter(), 0.0, []
+    watch, before, found = optimizer.statistics.watch, 0.0, []
     for _ in range(options.rounds + 1):
-        x = torch.randn(2 * n, n, generator=generator) * scale
+        x = torch.randn(2 * n, n, generator=generator, dtype=dtype) * scale
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-        # Shares are of all time since the first step, which began `start` seconds ago: so they are seconds again.
-        total = optimizer.report().time["factorisation"] * (time.perf_counter() - start)
-        Z = (x.T.double() @ x.double()) / len(x)
-        eigh = [spent(lambda dtype=dtype, Z=Z: torch.linalg.eigh(Z.to(dtype))) for dtype in (Z.dtype, x.dtype)]
-        found.append([(total - before) / seconds for seconds in eigh])
-        before = total
-    wide, narrow = zip(*found[1:], strict=True)
-    return {f"width {n}, float64": median(wide), f"width {n}, float32": median(narrow)}
+        Z = (x.T @ x) / len(x)
+        took, before = watch.seconds["factorisation"] - before, watch.seconds["factorisation"]
+        found.append(took / spent(lambda Z=Z: torch.linalg.eigh(Z)))
+    return median(found[1:])
 
 
 def share(options: argparse.Namespace, data: tuple[Tensor, Tensor]) -> dict[str, float]:
@@ -142,19 +149,17 @@ def share(options: argparse.Namespace, data: tuple[Tensor, Tensor]) -> dict[str,
     found = {}
     for name, problem in problems.items():
         train, optimizer = trainer(problem, data, "bprong")
-        start = time.perf_counter()
-        train(20 if options.quick else 3 * CHUNK)
-        trained, shares = time.perf_counter() - start, optimizer.report().time
-        # A report takes time itself, of which its shares are shares too.
-        found[name] = (shares["statistics"] + shares["factorisation"]) * (time.perf_counter() - start) / trained
+        train(20 if options.quick else problem.steps)
+        shares = optimizer.report().time
+        found[name] = shares["statistics"] + shares["factorisation"]
     return found
 
 
 def loss(options: argparse.Namespace, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Training loss after three epochs, the mean over three seeds, against exact inverses refreshed by the clock."""
+    """Training loss after three epochs, the mean over seeds, against exact inverses refreshed by the clock."""
     problem, ends = paper(100), {"defaults": [], "exact": []}
     steps = 100 if options.quick else 3 * (len(data[0]) // problem.batch)
-    for seed in range(3):
+    for seed in range(1 if options.quick else SEEDS):
         for name, settings in (("defaults", {}), ("exact", EXACT_PERIODIC)):
             torch.manual_seed(seed)
             model = problem.model(seed)
@@ -188,7 +193,7 @@ def peak(name: str, path: str, quick: bool) -> None:
     """In a process of its own: trains, and prints the most kB it ever held; a second refresh by the clock included."""
     x = torch.from_numpy(np.load(path))
     if name != "none":
-        trainer(coder(), (x, x), name)[0](5 if quick else CHUNK + 5)
+        trainer(coder(), (x, x), name)[0](5 if quick else 105)
     # Not ru_maxrss where there is better: a process starts with that of the one that started it.
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
@@ -223,7 +228,7 @@ BARS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of factorisations, whose median is taken")
     parser.add_argument("--only", nargs="+", choices=BARS, default=list(BARS), metavar="NAME", help=", ".join(BARS))
     parser.add_argument(
         "--quick", action="store_true", help="few steps, to see that all of it runs; its numbers say nothing"
@@ -236,7 +241,7 @@ def main() -> None:
         peak(*options.peak, options.quick)
         return
     mnist = load("mnist")
-    print(f"{options.threads} threads, medians of {options.rounds} rounds\n")
+    print(f"{options.threads} threads\n")
     print("| measure | on | measured | bar | aim | |\n|---|---|---|---|---|---|")
     for name in options.only:
         bar = BARS[name]

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable
 
 from bprong.coverage import price
-from bprong.units import Unit
+from bprong.lowrank import LowRank
+from bprong.preconditioner import Layer
+from bprong.solver import Inverse
 
 __all__ = ["LEAST", "interval"]
 
@@ -24,20 +26,28 @@ SOLVED = 2.2  # factorisations run slower than products
 LEAST = 10  # steps between two refreshes, however cheap they are
 
 
-def interval(seen: Iterable[tuple[Unit, float]], overhead: float, backward: bool = True) -> int:
+def interval(seen: Iterable[tuple[Layer, float]], overhead: float, backward: bool = True) -> int:
     """Steps between refreshes of all layers that take the share `overhead` of all time, from the rows that each saw.
 
-    >>> from torch import nn
+    >>> import torch
     >>> from bprong.units import units_of
-    >>> layers = units_of("", nn.Linear(784, 100))
-    >>> [interval([(layer, 100.0) for layer in layers], share) for share in (0.05, 0.1, 0.2)]
+    >>> layer = Layer(units_of("", torch.nn.Linear(784, 100))[0], "exact")
+    >>> layer.UU, layer.RR = torch.eye(784), torch.eye(100)
+    >>> [interval([(layer, 100.0)], share) for share in (0.05, 0.1, 0.2)]
     [246, 117, 52]
     """
     training = refreshing = 0.0
-    for unit, rows in seen:
-        cost, sides = price(unit, backward), 2 if backward else 1
-        weights = unit.own(unit.weight).numel()
-        training += STEPPED + 6 * rows * weights + cost["step"]
+    for layer, rows in seen:
+        cost, sides = price(layer.unit, backward), 2 if backward else 1
+        weights = layer.unit.own(layer.weight).numel()
+        training += STEPPED + 6 * rows * weights + weights * sum(map(_applied, (layer.UU, layer.RR)))
         refreshing += MEASURED + 4 * rows * weights + DOUBLE * rows * cost["per_row"]
         refreshing += sides * FACTORED + SOLVED * cost["refresh"]
     return max(LEAST, math.ceil(refreshing * (1 - overhead) / (overhead * training))) if training else LEAST
+
+
+def _applied(inverse: Inverse | None) -> int:
+    """Operations for each weight that a product with an inverse takes."""
+    if inverse is None:
+        return 0
+    return 4 * inverse.rank if isinstance(inverse, LowRank) else 2 * inverse.shape[-1]

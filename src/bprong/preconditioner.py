@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from bprong.blocks import Blocks
 from bprong.lowrank import LowRank, restored, saved, shape_of
 from bprong.moments import Moments, outer
 from bprong.schedule import Side
-from bprong.solver import Inverse, Solver, solve
+from bprong.solver import Attempts, Inverse, Solver, solve
 from bprong.units import Unit
 from bprong.whitening import Damping, rank
 
@@ -41,6 +41,7 @@ class Preconditioner:
     RR:       (out, out) (D+ε₂)⁻¹, or as its blocks are shaped
     moments:  what they were made from, by side
     refreshed_at: the step at which each side was refreshed
+    attempts: when low rank is worth another try, by side
     white:    how far from white the last batch measured was, in the coordinates then in force, by side
     step_norm: the length of the weight's step at the last refresh
     """
@@ -54,8 +55,8 @@ class Preconditioner:
     RR: Inverse | None = None
     moments: dict[Side, Moments] = field(default_factory=dict)
     refreshed_at: dict[Side, int] = field(default_factory=dict)
+    attempts: dict[Side, Attempts] = field(default_factory=dict)
     white: dict[Side, float] = field(default_factory=dict)
-
     step_norm: float | None = None
 
     def load(self, kept: Mapping[str, Any], like: Tensor) -> None:
@@ -63,6 +64,7 @@ class Preconditioner:
         self.UU, self.RR = (restored(kept[key], like) for key in ("UU", "RR"))
         self._centre(None if kept["c"] is None else kept["c"].to(like))
         self.refreshed_at, self.white, self.moments = dict(kept["refreshed_at"]), {}, {}
+        self.attempts = {side: Attempts(**attempts) for side, attempts in kept.get("attempts", {}).items()}
 
     @cached_property
     def plain(self) -> bool:
@@ -126,7 +128,10 @@ class Preconditioner:
     ) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
         if found is None:
-            found = solve(moments.second, damping, like, self.solver, self.RR if side == "backward" else self.UU)
+            attempts = self.attempts.setdefault(side, Attempts())
+            solver, start = attempts.solver(self.solver), self.RR if side == "backward" else self.UU
+            found = solve(moments.scatter, damping, like, solver, start, moments.weight)
+            attempts.took(solver, found)
         self.moments[side] = moments
         if side == "backward":
             self.RR = found
@@ -160,7 +165,8 @@ class Layer(Preconditioner):
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only."""
         kept = {"UU": saved(self.UU), "c": self.c, "RR": saved(self.RR)}
-        return kept | {"refreshed_at": dict(self.refreshed_at)}
+        attempts = {side: asdict(attempts) for side, attempts in self.attempts.items()}
+        return kept | {"refreshed_at": dict(self.refreshed_at), "attempts": attempts}
 
     def check(self, kept: Mapping[str, Any]) -> None:
         """Raises ValueError where what was saved is of other sizes."""

@@ -98,10 +98,10 @@ class Schedule:
 
     @property
     def _early(self) -> bool:
-        """Whether statistics are young: looks at the start, and 1, 2, 4, … 16-ths of the first period after it."""
+        """Whether statistics are young: at the start, and after an eighth, a quarter and half of the first period."""
         if self.settings.overhead is None:
             return False
-        return self.t == 0 or (self.every is not None and self.t in {self.every >> k for k in range(1, 5)})
+        return self.t == 0 or (self.every is not None and self.t in {self.every >> k for k in (1, 2, 3)})
 
     @property
     def due(self) -> list[Side]:

@@ -110,10 +110,10 @@ class Statistics:
             for name, m in measured.items():
                 self.layers[name].look(m.z, m.delta)
             schedule.average_(measured)
-            self._pace(measured)
         with self.watch.on("factorisation"):
             for side in schedule.due:
                 self._factor(side, measured, carry)
+        self._pace(measured)
 
     def _factor(self, side: Side, measured: Mapping[str, Measured], carry: Carry) -> None:
         moved: dict[Layer, Moments] = {}
@@ -128,7 +128,7 @@ class Statistics:
     def _pace(self, measured: Mapping[str, Measured]) -> None:
         overhead, schedule = self.schedule.settings.overhead, self.schedule
         if overhead is not None and schedule.every is None:
-            seen = [(self.layers[name].unit, m.z.weight) for name, m in measured.items() if m.z is not None]
+            seen = [(self.layers[name], m.z.weight) for name, m in measured.items() if m.z is not None]
             schedule.pace(interval(seen, overhead, "backward" in schedule.sides))
 
     def _moved(self, layer: Layer, side: Side, moments: Moments) -> bool:
@@ -269,10 +269,11 @@ class Statistics:
         )
 
     def report(self, trained: list[Tensor]) -> Report:
+        shares = self.watch.shares()  # first: finding ranks takes time of its own
         rows = [layer.row(self.schedule.t, self.schedule.settings.damping) for layer in self.layers.values()]
         outside = [p for p in trained if p not in self.covered]
         fallback = {self.name_of(p): self._lost.get(p) or fallback_reason(self.model, p) for p in outside}
-        return Report(self.schedule.t, rows, fallback, self.watch.shares())
+        return Report(self.schedule.t, rows, fallback, shares)
 
     def state_dict(self) -> dict[str, Any]:
         return {

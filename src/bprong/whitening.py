@@ -125,11 +125,13 @@ def inverse(
     damping: float | Damping = 0.0,
     dtype: torch.dtype = torch.float64,
     unit: Tensor | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
     """(Ž + ε)⁻¹ = UᵀU, all that a step in ordinary coordinates needs: by Cholesky, without forming U.
 
     dtype: the precision it is wanted in; it is computed in float32 for float32 where that is safe, else in float64.
     unit:  the damping's of each coordinate, where the moments of several sides are given at once, each with its own
+    weight: what the moment given is still to be divided by
 
     >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
     [0.25, 1.0]
@@ -138,27 +140,36 @@ def inverse(
     second, damped = second.to(torch.float64), Damping.of(damping)
     # Only a damping that differs between coordinates asks for units of its own; one triangle is read, so neither is
     # the moment symmetrised: each would go through as much memory as the factorisation itself.
-    unit = damped.scale(second) if unit is None else unit
+    unit = damped.unit(second.diagonal(dim1=-2, dim2=-1) / weight) if unit is None else unit
     root = unit.sqrt() if damped.relative_to == "variance" else torch.ones_like(unit[..., :1])
     scaled = second / outer(root, root) if damped.relative_to == "variance" else second
     epsilon = damped.value * unit / root.square()
-    precision = torch.float32 if dtype == torch.float32 and _safe_in_single(scaled, epsilon) else torch.float64
-    L = _cholesky_factor(scaled.to(precision, copy=True), epsilon.to(precision))
+    single = dtype == torch.float32 and _safe_in_single(scaled, epsilon * weight)
+    precision = torch.float32 if single else torch.float64
+    damped_moment = scaled.to(precision, copy=True).div_(weight)
+    damped_moment.diagonal(dim1=-2, dim2=-1).add_(epsilon)
     with _failures_named():
-        if L is None:
-            U = _eigh(_symmetrised(scaled), epsilon)[0]
-        # LAPACK's is stored by columns; being symmetric, its transpose is itself, stored by rows as everything else.
-        found = torch.cholesky_inverse(L).mT if L is not None else U.mT @ U
+        found = _by_cholesky(damped_moment)
+        if found is None:
+            U = _eigh(_symmetrised(scaled) / weight, epsilon)[0]
+            found = U.mT @ U
     _check_finite(found)
     return found.div_(outer(root, root).to(found)) if damped.relative_to == "variance" else found
 
 
+def _by_cholesky(damped: Tensor) -> Tensor | None:
+    """(Ž+ε)⁻¹, or None where rounding has cost it its definiteness."""
+    L = _cholesky_factor(damped)
+    # LAPACK's is stored by columns; being symmetric, its transpose is itself, stored by rows as everything else.
+    return None if L is None else torch.cholesky_inverse(L).mT
+
+
 def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
-    """Whether the condition number leaves an inverse in float32 three digits: κ ≤ (tr Ž + ε)/ε, error ∝ κ √d."""
-    d = scaled.shape[-1]
-    trace = float(scaled.diagonal(dim1=-2, dim2=-1).sum(dim=-1).max())
-    least = float(epsilon.min())
-    return least > 0 and (trace / least + 1) * d**0.5 * torch.finfo(torch.float32).eps < 1e-3
+    """Whether the condition number leaves an inverse in float32 three digits: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
+    d, least = scaled.shape[-1], float(epsilon.min())
+    flat = scaled.reshape(-1)
+    largest = float(torch.dot(flat, flat)) ** 0.5  # Frobenius's norm, of all blocks: no less than any eigenvalue
+    return least > 0 and (largest / least + 1) * d**0.5 * torch.finfo(torch.float32).eps < 1e-3
 
 
 @contextmanager
@@ -194,16 +205,15 @@ def _symmetric(second: Tensor, epsilon: float) -> Root:
 
 def _cholesky(second: Tensor, epsilon: float) -> Root:
     """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's where rounding has cost the matrix its definiteness."""
-    L = _cholesky_factor(second.clone(), epsilon)
+    L = _cholesky_factor(second + epsilon * _identity(second))
     if L is None:
         return _eigh(second, epsilon)
     return torch.linalg.solve_triangular(L, _identity(second), upper=False), L, None
 
 
-def _cholesky_factor(second: Tensor, epsilon: float | Tensor) -> Tensor | None:
-    """L with Ž+ε = LLᵀ, or None where there is none to the precision at hand; Ž is written over."""
-    second.diagonal(dim1=-2, dim2=-1).add_(epsilon)
-    L, failed = torch.linalg.cholesky_ex(second)
+def _cholesky_factor(damped: Tensor) -> Tensor | None:
+    """L with Ž+ε = LLᵀ, or None where there is none to the precision at hand."""
+    L, failed = torch.linalg.cholesky_ex(damped)
     # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is looked at.
     pivots = L.diagonal(dim1=-2, dim2=-1) ** 2
     return None if failed.any() or (pivots.amin(dim=-1) <= _rounding(pivots)).any() else L
