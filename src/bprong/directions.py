@@ -63,17 +63,17 @@ class Directions:
         stacks, self._alone = alike(layers)
         self._stacks = [_Stack.of(stack) for stack in stacks]
 
-    def of(self, groups: Mapping[Tensor, Any]) -> dict[Layer, Direction]:
-        """By layer, from the gradients of the parameters in `groups`."""
+    def of(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, Direction]:
+        """By layer, from the gradients of the parameters."""
         found: dict[Layer, Direction] = {}
         for stack in self._stacks:
-            gradients = [layer.gradients(groups) for layer in stack.layers]
-            if _whole(gradients):
-                found.update(zip(stack.layers, stack.directions(gradients), strict=True))
+            own = [layer.gradients(gradients) for layer in stack.layers]
+            if _whole(own):
+                found.update(zip(stack.layers, stack.directions(own), strict=True))
             else:
-                found.update((layer, layer.direction(*g)) for layer, g in zip(stack.layers, gradients, strict=True))
+                found.update((layer, layer.direction(*g)) for layer, g in zip(stack.layers, own, strict=True))
         for layer in self._alone:
-            found[layer] = layer.direction(*layer.gradients(groups))
+            found[layer] = layer.direction(*layer.gradients(gradients))
         return found
 
 

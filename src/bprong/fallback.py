@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FALLBACK_RATE", "adam_step_"]
+__all__ = ["FALLBACK_RATE", "adam_direction", "adam_step_"]
 
 FALLBACK_RATE = 0.1  # of the group's lr
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -19,12 +19,23 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 def adam_step_(parameter: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
     """One step of Adam (Kingma & Ba, Algorithm 1) in place; the state is begun at the first."""
+    m, denominator, correction = _moments_(gradient, state)
+    parameter.addcdiv_(m, denominator, value=-lr * FALLBACK_RATE / correction)
+
+
+def adam_direction(gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
+    """What such a step would add; the state goes on as if it were made."""
+    m, denominator, correction = _moments_(gradient, state)
+    return (m / denominator).mul_(-lr / correction)
+
+
+def _moments_(gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
+    """The first moment, the root of the second, corrected, and the first one's correction."""
     if "exp_avg" not in state:
         count = torch.zeros((), device="cpu")  # where torch's optimizers keep theirs: it is read at every step
-        state |= {"step": count, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        state |= {"step": count, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
     state["step"] += 1
     m, v, t = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
     m.lerp_(gradient, 1 - BETAS[0])
     v.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-    denominator = (v / (1 - BETAS[1] ** t)).sqrt_().add_(EPS)
-    parameter.addcdiv_(m, denominator, value=-lr * FALLBACK_RATE / (1 - BETAS[0] ** t))
+    return m, (v / (1 - BETAS[1] ** t)).sqrt_().add_(EPS), 1 - BETAS[0] ** t

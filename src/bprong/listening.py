@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bprong.recording import Arguments, tensor_of
+from bprong.running_loss import running_loss
 
-__all__ = ["Batch", "Listener", "copied", "together", "unheard"]
+__all__ = ["Batch", "Heard", "Listener", "copied", "together", "unheard"]
 
 Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 
-Read = Callable[[Tensor], Any]
+
+@dataclass(frozen=True)
+class Heard:
+    """What the user's own backward pass left at an output: the gradient, and the loss's value where it can be had."""
+
+    output: Tensor
+    gradient: Tensor
+    value: Tensor | None = None
+
+    def __add__(self, other: Heard) -> Heard:
+        """Of two backward passes through one output, as of the sum of both losses."""
+        values = (self.value, other.value)
+        value = None if values[0] is None or values[1] is None else values[0] + values[1]
+        return Heard(self.output, self.gradient + other.gradient, value)
+
+
+Read = Callable[[Heard], Any]
 
 
 class Listener:
@@ -52,7 +71,10 @@ class Listener:
             except TypeError:  # the pass that measures, or whoever calls the likelihood, says what is missing
                 return
             if tensor.requires_grad:
-                tensor.register_hook(lambda g: found.append(read(g.detach())))  # type: ignore[no-untyped-call]
+                output = tensor.detach()  # for the hook to keep: the tensor itself keeps the hook
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    lambda g: found.append(read(Heard(output, g.detach(), running_loss())))
+                )
 
     def take(self) -> list[tuple[Arguments, Any]]:
         """The calls kept, in their order, each with what was read off the gradient at its output.
@@ -106,7 +128,7 @@ def unheard() -> Iterator[None]:
 def _together(found: list[Any]) -> Any:
     """Of several backward passes through one output: what counts for one counts, gradients add up, words are kept."""
     words = [read for read in found if isinstance(read, str)]
-    return words[0] if words else functools.reduce(torch.add, found) if found else None
+    return words[0] if words else functools.reduce(operator.add, found) if found else None
 
 
 def _versions(batch: Any) -> list[int] | None:

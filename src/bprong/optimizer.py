@@ -11,12 +11,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bprong.auto import Auto
+from bprong.auto_step import AutoStep
 from bprong.carry import rate_ratio
 from bprong.checks import number, positive, refuse_distributed
 from bprong.expert import Expert
@@ -45,13 +47,16 @@ class BPRONG(Optimizer):
     `bprong.coverage(model)` says beforehand what becomes of which, `report()` what became of it.
 
     model             the module that is called in training; what it is called with is remembered until the step
-    lr, momentum, nesterov
+    lr                as for SGD; "auto": no learning rate, the step comes from a quadratic model of the loss
+                      (`auto.py`), and the group's lr, then 1, is a multiplier on it
+    momentum, nesterov
                       as for SGD; momentum is a velocity in ordinary coordinates
     likelihood        "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`
     params            parameters or parameter groups; by default all trainable parameters of the model
-    weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p
+    weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty in the loss
     forward_damping, backward_damping
-                      ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; the defaults are docs/sweep.md's
+                      ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; the defaults are docs/sweep.md's; lr="auto":
+                      chosen along with the step, unless they are given
     every             steps between refreshes of the statistics; None: as they drift, within a tenth of all time
     max_step          a bound on the length of each step in the Fisher metric, momentum apart; None: no bound
     options           expert settings: see `bprong.expert.Expert`
@@ -66,19 +71,20 @@ class BPRONG(Optimizer):
     """
 
     _backward = True
+    _damping = (0.2, 0.015)  # ε₁, ε₂ where none are given: docs/sweep.md's
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.01,
+        lr: float | Literal["auto"] = 0.01,
         likelihood: str | Likelihood = "categorical",
         *,
         params: Iterable[Tensor] | Iterable[Group] | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
-        forward_damping: float | Damping = 0.2,
-        backward_damping: float | Damping = 0.015,
+        forward_damping: float | Damping | None = None,
+        backward_damping: float | Damping | None = None,
         every: int | None = None,
         max_step: float | None = None,
         options: Mapping[str, Any] | None = None,
@@ -89,19 +95,29 @@ class BPRONG(Optimizer):
         if nesterov and not momentum:
             raise ValueError("nesterov needs a momentum above 0")
         defaults = {
-            "lr": number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1), "nesterov": nesterov,
+            "lr": 1.0 if lr == "auto" else number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1), "nesterov": nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }  # fmt: skip
         self._max_step = None if max_step is None else positive("max_step", max_step)
         expert = Expert.of(options)
-        settings = expert.settings(every, forward_damping, backward_damping)
+        self._auto = self._automatic(momentum, forward_damping, backward_damping) if lr == "auto" else None
+        settings = expert.settings(
+            every, _given(forward_damping, self._damping[0]), _given(backward_damping, self._damping[1])
+        )
         limits = Limits(expert.max_dim, expert.channels)
         self.statistics = Statistics(
             model, likelihood, settings,
             examples=expert.examples, limits=limits, solver=expert.solver, backward=self._backward,
+            auto=None if self._auto is None else self._auto.auto,
         )  # fmt: skip
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
+
+    def _automatic(self, momentum: float, *damping: float | Damping | None) -> AutoStep:
+        if momentum:
+            raise ValueError(f'lr="auto" chooses how much of the last update to keep; leave out momentum={momentum}')
+        bound = None if self._max_step is None else self._max_step**2 / 2
+        return AutoStep(Auto(any(given is not None for given in damping), bound))
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -150,8 +166,12 @@ class BPRONG(Optimizer):
         return False
 
     def _apply(self, groups: Mapping[Tensor, Group]) -> None:
-        directions = self.statistics.directions(groups)
-        scale = self._scale(directions, groups)
+        if self._auto is not None:
+            self._auto.step_(groups, self.state, self.statistics)
+            return
+        gradients = {p: p.grad for p in groups if p.grad is not None}
+        directions = self.statistics.directions(gradients)
+        scale = self._scale(directions, gradients, groups)
         moves = Moves()
         for layer, (d_W, d_b) in directions.items():
             self._move(layer, times(scale, d_W), times(scale, d_b), groups, moves)
@@ -162,13 +182,15 @@ class BPRONG(Optimizer):
             decay_(parameter, group)
             adam_step_(parameter, gradient, self.state[parameter], group["lr"])
 
-    def _scale(self, directions: Mapping[Layer, Any], groups: Mapping[Tensor, Group]) -> float:
+    def _scale(
+        self, directions: Mapping[Layer, Any], gradients: Mapping[Tensor, Tensor], groups: Mapping[Tensor, Group]
+    ) -> float:
         """What brings η² gᵀ F⁻¹ g, the squared length of the step in the Fisher metric, down to the bound."""
         if self._max_step is None:
             return 1.0
         squared = 0.0
         for layer, (d_W, d_b) in directions.items():
-            g_W, g_b = layer.gradients(groups)
+            g_W, g_b = layer.gradients(gradients)
             if g_W is not None and d_W is not None:
                 squared += groups[layer.weight]["lr"] ** 2 * float((layer.centred(g_W, g_b) * d_W).sum())
             if g_b is not None and d_b is not None and layer.bias is not None:
@@ -258,30 +280,42 @@ class BPRONG(Optimizer):
 
     def report(self) -> Report:
         """Per layer: ranks, damping, age, distance from white, length of the last step; fallbacks; shares of time."""
-        return self.statistics.report([p for group in self.param_groups for p in group["params"]])
+        return self.statistics.report(self._parameters)
 
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own with the key "whitening": everything that shapes the path, tensors and plain values only."""
-        return super().state_dict() | {"whitening": self.statistics.state_dict()}
+        state = super().state_dict() | {"whitening": self.statistics.state_dict()}
+        return state if self._auto is None else state | {"auto": self._auto.state_dict(self._parameters)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; a state of another model is refused."""
         state = dict(state_dict)
-        whitening = state.pop("whitening", None)
+        whitening, auto = state.pop("whitening", None), state.pop("auto", None)
         if whitening is None:
             warnings.warn("this state has no whitening: its statistics begin anew", WhiteningWarning, stacklevel=2)
         else:
             self.statistics.check_state(whitening)
         super().load_state_dict(state)
+        if auto is not None and self._auto is not None:
+            self._auto.load_state_dict(auto, self._parameters)
         if whitening is not None:
             self.statistics.load_state_dict(whitening)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: all but hooks, which belong to this very object."""
         kept = super().__getstate__()
-        return kept | {"statistics": self.statistics, "_max_step": self._max_step, "_refused": self._refused}
+        return kept | {
+            "statistics": self.statistics,
+            "_max_step": self._max_step,
+            "_refused": self._refused,
+            "_auto": self._auto,
+        }
 
 
 class PRONG(BPRONG):
@@ -291,8 +325,18 @@ class PRONG(BPRONG):
     """
 
     _backward = False
+    _damping = (0.01, 0.015)
 
     def __init__(
-        self, model: nn.Module, lr: float = 0.01, *, forward_damping: float | Damping = 0.01, **arguments: Any
+        self,
+        model: nn.Module,
+        lr: float | Literal["auto"] = 0.01,
+        *,
+        forward_damping: float | Damping | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(model, lr, forward_damping=forward_damping, **arguments)
+
+
+def _given(value: float | Damping | None, otherwise: float) -> float | Damping:
+    return otherwise if value is None else value

@@ -8,10 +8,10 @@ Only the inverses matter, so none of their roots is formed and no layer is added
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from bprong.blocks import Blocks
 from bprong.lowrank import LowRank, restored, saved, shape_of
 from bprong.moments import Moments, outer
+from bprong.recording import Measured
 from bprong.schedule import Side
 from bprong.solver import Attempts, Inverse, Solver, solve
 from bprong.units import Unit
@@ -43,6 +44,8 @@ class Preconditioner:
     refreshed_at: the step at which each side was refreshed
     attempts: when low rank is worth another try, by side
     white:    how far from white the last batch measured was, in the coordinates then in force, by side
+    level:    the mean eigenvalue of each side as last measured, and the observations behind it
+    units:    (in,) the variances that the forward damping is relative to, where it is relative to them
     step_norm: the length of the weight's step at the last refresh
     """
 
@@ -58,12 +61,15 @@ class Preconditioner:
     attempts: dict[Side, Attempts] = field(default_factory=dict)
     white: dict[Side, float] = field(default_factory=dict)
     step_norm: float | None = None
+    level: dict[Side, tuple[float, float]] = field(default_factory=dict)
+    units: Tensor | None = None
 
     def load(self, kept: Mapping[str, Any], like: Tensor) -> None:
         """What `UU`, `c`, `RR` and `refreshed_at` were when they were saved."""
         self.UU, self.RR = (restored(kept[key], like) for key in ("UU", "RR"))
         self._centre(None if kept["c"] is None else kept["c"].to(like))
         self.refreshed_at, self.white, self.moments = dict(kept["refreshed_at"]), {}, {}
+        self.level, self.units = dict(kept.get("level", {})), kept.get("units")
         self.attempts = {side: Attempts(**attempts) for side, attempts in kept.get("attempts", {}).items()}
 
     @cached_property
@@ -137,6 +143,8 @@ class Preconditioner:
             self.RR = found
         else:
             self.UU = found
+            relative = damping.relative_to == "variance" and moments.scatter.ndim == 2
+            self.units = (moments.scatter.diagonal() / moments.weight).to(like) if relative else None
             self._centre(None if moments.mean is None else self.inputs.features_of(moments.mean).to(like))
 
     def _centre(self, c: Tensor | None) -> None:
@@ -151,22 +159,44 @@ class Layer(Preconditioner):
         super().__init__(unit.forward, unit.backward, solver)
         self.unit, self.name, self.weight, self.bias = unit, unit.name, unit.weight, unit.bias
 
+    def note(self, measured: Measured) -> None:
+        """The mean eigenvalue of each side measured, and how many observations are behind it."""
+        for side, moments in (("forward", measured.z), ("backward", measured.delta)):
+            if moments is not None:
+                self.level[cast(Side, side)] = (
+                    float(moments.scatter.diagonal(dim1=-2, dim2=-1).mean()) / moments.weight,
+                    moments.weight,
+                )
+
     @property
     def like(self) -> Tensor:
         """What the inverses are like: the weight, in at least float32, since in bfloat16 they turn indefinite."""
         return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
 
-    def gradients(self, groups: Mapping[Tensor, Any]) -> Direction:
+    def gradients(self, gradients: Mapping[Tensor, Tensor]) -> Direction:
         """Of weight and bias as matrix and vector, each where it is trained and has one."""
-        g_W, g_b = (None if p is None or p not in groups else p.grad for p in (self.weight, self.bias))
+        g_W, g_b = (None if p is None else gradients.get(p) for p in (self.weight, self.bias))
         unit = self.unit
         return None if g_W is None else unit.matrix(unit.own(g_W)), None if g_b is None else unit.vector(g_b)
 
+    def ordinary(self, d_W: Tensor | None, d_b: Tensor | None, whole: dict[Tensor, Tensor]) -> None:
+        """Writes the step that a direction means, −d_W and −(d_b − d_W c), to where the parameters' steps are kept."""
+        unit = self.unit
+        if d_W is not None:
+            shaped = unit.shaped(d_W)
+            if unit.rows is None:
+                whole[self.weight] = -shaped
+            else:
+                unit.own(whole.setdefault(self.weight, torch.zeros_like(self.weight))).copy_(-shaped)
+        if d_b is not None and self.bias is not None:
+            total = d_b if d_W is None or self.c is None else d_b - unit.times(shaped, self.c)
+            unit.vector(whole.setdefault(self.bias, torch.zeros_like(self.bias))).copy_(-total)
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only."""
-        kept = {"UU": saved(self.UU), "c": self.c, "RR": saved(self.RR)}
+        kept = {"UU": saved(self.UU), "c": self.c, "RR": saved(self.RR), "units": self.units}
         attempts = {side: asdict(attempts) for side, attempts in self.attempts.items()}
-        return kept | {"refreshed_at": dict(self.refreshed_at), "attempts": attempts}
+        return kept | {"refreshed_at": dict(self.refreshed_at), "attempts": attempts, "level": dict(self.level)}
 
     def check(self, kept: Mapping[str, Any]) -> None:
         """Raises ValueError where what was saved is of other sizes."""
@@ -175,16 +205,16 @@ class Layer(Preconditioner):
             if shape is not None and shape != blocks.shape:
                 raise ValueError(f"layer {self.name!r}: the state's {key} is for {shape[0]}, the layer's for {blocks}")
 
-    def row(self, t: int, damping: Mapping[Side, Damping]) -> dict[str, Any]:
+    def row(self, t: int, damping: Callable[[Layer, Side], Damping]) -> dict[str, Any]:
         """For the report at step t."""
         row: dict[str, Any] = {"layer": self.name, "step_norm": self.step_norm}
         row |= {"forward_form": str(self.inputs), "backward_form": str(self.outputs)}
         for side, refreshed_at in self.refreshed_at.items():
             if (moments := self.moments.get(side)) is not None:
-                second = moments.second
+                second, own = moments.second, damping(self, side)
                 row |= {
                     f"{side}_rank": f"{rank(second)}/{second.diagonal(dim1=-2, dim2=-1).numel()}",
-                    f"{side}_damping": float((damping[side].value * damping[side].scale(second)).mean()),
+                    f"{side}_damping": float((own.value * own.scale(second)).mean()),
                     f"{side}_age": t - refreshed_at,
                     f"{side}_from_white": self.white.get(side),
                 }

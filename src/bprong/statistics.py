@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from bprong import factoring
+from bprong.auto import Auto
 from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.directions import Directions
 from bprong.likelihood import Likelihood, likelihood_of, some
-from bprong.listening import Batch, Listener, copied, together
+from bprong.listening import Batch, Heard, Listener, copied, together, unheard
 from bprong.moments import Moments, wide
 from bprong.pace import interval
 from bprong.preconditioner import Direction, Layer
@@ -30,11 +31,12 @@ from bprong.schedule import SIDES, Schedule, Settings, Side, WhiteningWarning, m
 from bprong.solver import Solver
 from bprong.taps import tapped
 from bprong.units import Limits
-from bprong.whitening import WhiteningError
+from bprong.whitening import Damping, WhiteningError
 
 __all__ = ["Recorder", "Statistics"]
 
 SEEN_IN_PART = "its weight is used in other ways too, which cannot be seen"
+PASSING = ("observed", "_recorded", "_heard", "_directions")  # what lasts from one step to the next at most
 DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ of a whitener made for other statistics, above which it is made anew
 Recorder = Callable[..., None]
 Carry = Callable[[Layer, Tensor | None], None]  # what a new centre does to velocities, from the centre before
@@ -54,8 +56,9 @@ class Statistics:
         limits: Limits,
         solver: Solver,
         backward: bool,
+        auto: Auto | None = None,
     ) -> None:
-        self.root = model
+        self.root, self.auto = model, auto
         self.model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self.layers = {unit.name: Layer(unit, solver) for unit in covered_units(self.model, limits)}
         if not self.layers:
@@ -65,39 +68,65 @@ class Statistics:
         self._lost: dict[Tensor, str] = {}
         self.schedule = Schedule(settings, SIDES if backward else ("forward",))
         self.watch = Stopwatch()
-        self._likelihood = likelihood_of(likelihood)
+        self.likelihood = likelihood_of(likelihood)
         self._examples = examples
-        self._observed: list[Batch] = []
+        self.observed: list[Batch] = []
+        self._heard: list[tuple[Any, Any]] | None = None
         self._recorded: list[dict[str, Measured]] = []
         self._directions: Directions | None = None
         self._listen()
 
-    def directions(self, groups: Mapping[Tensor, Any]) -> dict[Layer, Direction]:
+    def damping(self, layer: Layer, side: Side) -> Damping:
+        """ε of a side: what was given, or what the quadratic model's λ makes of it."""
+        own = self.schedule.settings.damping[side]
+        return own if self.auto is None else self.auto.damping(layer, side) or own
+
+    def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, Direction]:
         """What the gradients of the layers become."""
         if self._directions is None:
             self._directions = Directions(self.layers.values())
-        return self._directions.of(groups)
+        return self._directions.of(gradients)
 
     def _listen(self) -> None:
         self.due = bool(self.schedule.wanted)  # whether the next step measures, found out once for all who ask
-        self._listener = Listener(self.due, torch.clone if self._empirical else self._likelihood.heard)
+        self._listener = Listener()
         self._listener.attach(self.root, self)
+        self._attend()
+
+    def _attend(self) -> None:
+        """What the listener keeps until the next step; it must not hold on to this object."""
+        evaluates = self.auto is not None and self.auto.evaluates(self.schedule.t)
+        self._listener.wanted = self.due or evaluates
+        likelihood = self.likelihood
+        if evaluates:
+            self._listener.read = lambda heard: heard
+        elif self._empirical:
+            self._listener.read = lambda heard: heard.gradient.clone()
+        else:
+            self._listener.read = lambda heard: likelihood.heard(heard.gradient)
+
+    def heard(self) -> list[tuple[Any, Any]]:
+        """The calls since the last step, each with what was kept of what was left at its output."""
+        self._heard = self._listener.take() if self._heard is None else self._heard
+        return self._heard
 
     def advance(self) -> None:
         """A step was made."""
         self.schedule.t += 1
         self.forget()
-        self.due = self._listener.wanted = bool(self.schedule.wanted)
+        self.due = bool(self.schedule.wanted)
+        self._attend()
 
     def forget(self) -> None:
         """What was seen since the last step: it was used, or the step was refused."""
-        self._observed.clear()
+        self._heard = None
+        self.observed.clear()
         self._recorded.clear()
         self._listener.last = None
 
     def observe(self, x: Any, y: Tensor | None) -> None:
-        if self.schedule.wanted:
-            self._observed.append((x, y, self._likelihood.left_in(y) if isinstance(y, Tensor) else None))
+        if self._listener.wanted:
+            self.observed.append((x, y, self.likelihood.left_in(y) if isinstance(y, Tensor) else None))
 
     def refresh(self, centred: Centred, carry: Carry) -> None:
         """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
@@ -110,6 +139,10 @@ class Statistics:
             for name, m in measured.items():
                 self.layers[name].look(m.z, m.delta)
             schedule.average_(measured)
+            for name, m in measured.items():
+                self.layers[name].note(m)
+            if self.auto is not None and self._fresh:
+                self.auto.look(measured)
         with self.watch.on("factorisation"):
             for side in schedule.due:
                 self._factor(side, measured, carry)
@@ -121,7 +154,7 @@ class Statistics:
             moments = m.z if side == "forward" else m.delta
             if moments is not None and self._moved(self.layers[name], side, moments):
                 moved[self.layers[name]] = moments
-        ready = factoring.together(moved, self.schedule.settings.damping[side])
+        ready = factoring.together(moved, {layer: self.damping(layer, side) for layer in moved})
         for layer, moments in moved.items():
             self._refresh(layer, side, moments, carry, ready.get(layer))
 
@@ -136,7 +169,7 @@ class Statistics:
         settings = self.schedule.settings
         if settings.refresh == "periodic":
             return True
-        moved = side not in layer.refreshed_at or layer.drift(side, moments, settings.damping[side]) > DRIFT
+        moved = side not in layer.refreshed_at or layer.drift(side, moments, self.damping(layer, side)) > DRIFT
         self.schedule.drifted(layer.name, side, moved)
         return moved
 
@@ -182,16 +215,18 @@ class Statistics:
 
     def _batches(self) -> list[Batch]:
         """What was given or heard since the last step."""
-        return together(self._observed or [(call, *self._told(read)) for call, read in self._listener.take()])
+        return together(self.observed or [(call, *self._told(read)) for call, read in self.heard()])
 
     def _told(self, read: Any) -> tuple[Tensor | None, Tensor | None]:
         """The data's targets, and which of them count, from what was read off the gradient at the output."""
+        if isinstance(read, Heard):
+            read = read.gradient if self._empirical else self.likelihood.heard(read.gradient)
         if isinstance(read, str) and "backward" in self.schedule.sides:
             raise ValueError(read)
         if not isinstance(read, Tensor) or not self._empirical:
             return None, read if isinstance(read, Tensor) else None
-        y = self._likelihood.targets_behind(read)
-        return y, self._likelihood.left_in(y)
+        y = self.likelihood.targets_behind(read)
+        return y, self.likelihood.left_in(y)
 
     def _check_reached(self, measured: Mapping[str, Measured]) -> None:
         """At the first refresh every trained layer must have been seen: later, one may be idle for a while."""
@@ -213,22 +248,17 @@ class Statistics:
         layers: dict[str, tuple[Any, bool]] = {name: (self.layers[name].unit, c) for name, c in centred.items()}
         dtype = next(iter(self.layers.values())).weight.dtype
         x, y, counted = copied((x, y, counted), self._examples, dtype)
-        Listener.paused = True  # this call is ours
-        try:
-            with torch.enable_grad():
-                seed = mixed(self.schedule.seed, index)
-                heard = not self._observed and not self._empirical
-                return record(
-                    self.model, layers, x, y,
-                    counted=counted, heard=heard, verify=self._fresh and index == 0, seed=seed, **self._how(),
-                )  # fmt: skip
-        finally:
-            Listener.paused = False
+        with unheard(), torch.enable_grad():
+            heard = not self.observed and not self._empirical
+            return record(
+                self.model, layers, x, y, counted=counted, heard=heard, verify=self._fresh and index == 0,
+                seed=mixed(self.schedule.seed, index), **self._how(),
+            )  # fmt: skip
 
     def _how(self) -> dict[str, Any]:
         schedule = self.schedule
         return {
-            "likelihood": self._likelihood if "backward" in schedule.sides else None,
+            "likelihood": self.likelihood if "backward" in schedule.sides else None,
             "fisher": schedule.settings.fisher,
             "inputs": schedule.looked_at("forward", self.layers),
             "errors": schedule.looked_at("backward", self.layers),
@@ -244,7 +274,7 @@ class Statistics:
 
             def take(output: Any, y: Tensor | None = None) -> None:
                 with random_numbers(self.model, mixed(self.schedule.seed, len(self._recorded))):
-                    counted = some(self._likelihood.left_in(y)) if isinstance(y, Tensor) else None
+                    counted = some(self.likelihood.left_in(y)) if isinstance(y, Tensor) else None
                     seen = measure(centred, tensor_of(output), calls, y, counted=counted, **self._how())
                     self._recorded.append(seen)
                 calls.clear()
@@ -254,7 +284,7 @@ class Statistics:
     def _refresh(self, layer: Layer, side: Side, moments: Moments, carry: Carry, found: Tensor | None) -> None:
         c_before = layer.c
         try:
-            layer.refresh(side, moments, self.schedule.settings.damping[side], layer.like, found)
+            layer.refresh(side, moments, self.damping(layer, side), layer.like, found)
         except WhiteningError as reason:
             self.schedule.failed(layer.name, side, reason)
             return
@@ -270,7 +300,7 @@ class Statistics:
 
     def report(self, trained: list[Tensor]) -> Report:
         shares = self.watch.shares()  # first: finding ranks takes time of its own
-        rows = [layer.row(self.schedule.t, self.schedule.settings.damping) for layer in self.layers.values()]
+        rows = [layer.row(self.schedule.t, self.damping) for layer in self.layers.values()]
         outside = [p for p in trained if p not in self.covered]
         fallback = {self.name_of(p): self._lost.get(p) or fallback_reason(self.model, p) for p in outside}
         return Report(self.schedule.t, rows, fallback, shares)
@@ -303,7 +333,8 @@ class Statistics:
             layer.load(kept, layer.like)
             layer.moments = {side: m for side in SIDES if (m := self.schedule.averages(name, side)) is not None}
         self.forget()
-        self.due = self._listener.wanted = bool(self.schedule.wanted)
+        self.due = bool(self.schedule.wanted)
+        self._attend()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -311,5 +342,5 @@ class Statistics:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _observed=[], _recorded=[], _directions=None)
+        self.__dict__.update(state, observed=[], _recorded=[], _heard=None, _directions=None)
         self._listen()

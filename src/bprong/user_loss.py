@@ -9,7 +9,7 @@ its value, and not in G.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +54,31 @@ class Loss:
         difference, w = self._nll(after) - self._nll(before), self.weights.flatten()
         return self.scale * torch.where(w == 0, 0, w * difference).sum()
 
+    def mean(self, output: Tensor) -> float:
+        """−log p of a target that counts, on average, weights apart; κ does not enter."""
+        counts = self.weights.flatten() != 0
+        return float(self._nll(output)[counts].mean())
+
+    def slope(self, output: Tensor, along: Tensor) -> float:
+        """The derivative of that mean, weights included, when the output moves so."""
+        counts = max(1, int((self.weights != 0).sum()))
+        with torch.enable_grad():
+            leaf = widened(output.detach()).requires_grad_()
+            w = self.weights.flatten()
+            (g,) = torch.autograd.grad(torch.where(w == 0, 0, w * self._each(leaf)).sum(), leaf)
+        return float((g * along).sum()) / counts
+
+    def cut(self, count: int) -> Loss:
+        """Of the first examples alone."""
+        return replace(self, y=self.y[:count], weights=self.weights[:count])
+
     def _nll(self, output: Tensor) -> Tensor:
-        output = output.detach()
+        return self._each(output.detach()).detach()
+
+    def _each(self, output: Tensor) -> Tensor:
         if isinstance(self.likelihood, Categorical) and self.y.is_floating_point():
             return -(self.y * widened(output).log_softmax(dim=-1)).sum(dim=-1).flatten()
-        return widened(self.likelihood.nll(_precise(self.likelihood, output), self.y).detach().flatten())
+        return widened(self.likelihood.nll(_precise(self.likelihood, output), self.y).flatten())
 
 
 def loss_behind(

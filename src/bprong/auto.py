@@ -1,0 +1,232 @@
+"""lr="auto": how far to go along the whitened direction and the last update, and how much to damp, from measurements.
+
+    d = α Δ + β Δ_Adam + μ Δ₀       minimises       M(d) = ½ dᵀ (F + λ) d + ∇Lᵀ d
+
+Δ is the whitened direction, Δ_Adam that of parameters no whitener covers, Δ₀ the last update; dᵀFd comes from forward
+mode (Martens & Grosse 2015, section 6). What makes this safe at every batch size, found by experiment (docs/auto.md):
+
+- The slope along Δ is taken s times. Δ contains the batch's own noise, so ∇Lᵀ Δ promises more than other data keep;
+  the next batch's gradient tells how much of it was true.
+- The step's ½dᵀFd, how far the predictions move, is bounded by a part of the loss that is left.
+- λ, split between Ž and D by their mean eigenvalues, doubles when the loss fell by less than a quarter of what the
+  model promised, comes down slowly when it kept its promise, and stays within bounds.
+- α and μ are averaged over evaluations, and those are made at every fifth step after the first twenty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bprong.evaluation import Evaluation, Scale
+from bprong.moments import widened
+from bprong.preconditioner import Layer
+from bprong.quadratic import minimiser, shortened
+from bprong.recording import Measured
+from bprong.schedule import Side
+from bprong.whitening import Damping
+
+__all__ = ["Auto", "Parts"]
+
+FIRST, EVERY = 20, 5  # evaluations at each of the first steps, then at every so many
+LAMBDA, LEAST, MOST = 1e-3, 3e-4, 1.0  # λ at the start, and its bounds
+YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
+KEEP = 0.7  # of the averaged coefficients at each evaluation
+HONEST = 0.8  # of the sums behind s at each evaluation
+LEAST_TRUE = 1e-3  # of a slope
+LAST_AT_MOST = 0.95  # μ
+NATS, PART, LATE = 0.1, 0.05, 0.5  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
+SPREAD = 1e4  # of variances, above which each is the unit of its own damping
+Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
+
+
+@dataclass
+class Memory:
+    """What outlives a step: plain values, all of them in checkpoints."""
+
+    lam: float = LAMBDA
+    true: float = 1.0  # the sums whose ratio is s
+    promised: float = 1.0
+    loss: float | None = None
+    coefficients: Parts = field(default_factory=dict)
+    length: float = 0.0  # ½dᵀFd of the last step, measured or estimated
+    curvature: Parts = field(default_factory=dict)  # dᵢᵀFdᵢ at the last evaluation
+    slope: float = 0.0  # ∇LᵀΔ there
+    expected: float = 0.0  # (Qc) of Δ there: by how much the step made was to change it
+    ratio: float | None = None
+    scale: float = 1.0
+    correction: float = 1.0
+    scales: list[tuple[float, int]] = field(default_factory=list)
+
+
+class Auto:
+    """The rule; numbers in, numbers out. Tensors stay with the optimizer."""
+
+    def __init__(self, fixed: bool = False, bound: float | None = None) -> None:
+        self.fixed, self.bound = fixed, bound  # a damping and a bound that were given
+        self.memory, self.forward_mode, self.relative = Memory(), True, set[str]()
+
+    def evaluates(self, t: int) -> bool:
+        """Whether the quadratic model is made at step t."""
+        return t < FIRST or t % EVERY == 0
+
+    @property
+    def s(self) -> float:
+        """How much of a slope along Δ is true."""
+        m = self.memory
+        return min(1.0, max(LEAST_TRUE, m.true / max(m.promised, 1e-300)))
+
+    def damping(self, layer: Layer, side: Side) -> Damping | None:
+        """λ's share of a side: ε₁ε₂ = λ, in the proportion of the sides' mean eigenvalues; more while N is small."""
+        if self.fixed or side not in layer.level:
+            return None
+        (z, _), (d, n) = (layer.level.get(name, (1.0, layer.level[side][1])) for name in ("forward", "backward"))
+        if "backward" not in layer.level:
+            d = 1.0
+        z = 1.0 if layer.name in self.relative or not z > 0 else z
+        d = d if d > 0 else 1.0
+        own, other = (z, d) if side == "forward" else (d, z)
+        blocks = layer.inputs if side == "forward" else layer.outputs
+        young = 0.0 if layer.unit.one_hot and side == "forward" else YOUNG * own * blocks.size * blocks.count / n
+        relative = side == "forward" and layer.name in self.relative
+        return Damping(math.sqrt(self.memory.lam * own / other) + young, "variance" if relative else "one")
+
+    def look(self, measured: Mapping[str, Measured]) -> None:
+        """Finds the layers whose inputs differ in scale so much that each is damped by its own variance."""
+        self.relative = {name for name, m in measured.items() if m.probe is not None and badly_scaled(m.probe)}
+
+    def judge(self, slope: float) -> None:
+        """The next batch's slope along the Δ of the last evaluation tells how much of that batch's own was true."""
+        m = self.memory
+        m.true = HONEST * m.true + (1 - HONEST) * (m.expected - slope)
+        m.promised = HONEST * m.promised - (1 - HONEST) * m.slope
+
+    def choose(
+        self, t: int, slopes: Parts, found: Evaluation | None, gram: Mapping[str, Parts], rate: float = 1.0
+    ) -> Parts:
+        """The coefficients of a step.
+
+        slopes: of the user's loss; gram: plain products of the directions; rate: the group's lr, a multiplier on α
+        """
+        m = self.memory
+        if found is not None:
+            return self._evaluated(t, slopes, found, gram, rate)
+        c = {name: m.coefficients.get(name, 0.0) * (1.0 if name == "last" else rate) for name in slopes}
+        short, m.length = shortened(torch.tensor(list(c.values())).double(), self._estimated(c, slopes), self._bound())
+        return dict(zip(c, short.tolist(), strict=True))
+
+    def _evaluated(self, t: int, slopes: Parts, found: Evaluation, gram: Mapping[str, Parts], rate: float) -> Parts:
+        m, names = self.memory, list(slopes)
+        if t == 0 and found.slopes is not None:
+            m.correction = corrected(
+                slopes[names[0]], (found.scale or 1.0) * float(found.slopes[0]), found.scale is None
+            )
+        m.scale = m.scale if found.scale is None and t > 0 else (found.scale or 1.0) * m.correction
+        if found.loss is not None:
+            m.loss = found.loss if m.loss is None else 0.9 * m.loss + 0.1 * found.loss
+        b = torch.tensor([slopes[name] / m.scale for name in names], dtype=torch.float64)
+        m.slope, m.curvature = float(b[0]), {name: float(q) for name, q in zip(names, found.Q.diagonal(), strict=True)}
+        b[0] *= self.s
+        G = torch.tensor([[gram[a][c] for c in names] for a in names], dtype=torch.float64)
+        most = [LAST_AT_MOST if name == "last" else math.inf for name in names]
+        c = minimiser(found.Q + m.lam * G, b, most)
+        c, _ = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
+        if t >= FIRST:
+            c = self._averaged(names, c)
+        m.coefficients = dict(zip(names, c.tolist(), strict=True))
+        c = c * torch.tensor([1.0 if name == "last" else rate for name in names])
+        c, m.length = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
+        m.expected = float(found.Q[0] @ c)
+        return dict(zip(names, c.tolist(), strict=True))
+
+    def _averaged(self, names: list[str], c: Tensor) -> Tensor:
+        before = self.memory.coefficients
+        old = torch.tensor([before.get(name, float(x)) for name, x in zip(names, c, strict=True)], dtype=c.dtype)
+        mean = KEEP * old + (1 - KEEP) * c
+        mean[0] = min(float(mean[0]), 2 * float(c[0]))  # today's batch may know better that a step would be too long
+        return mean
+
+    def _estimated(self, c: Parts, slopes: Parts) -> float:
+        """½dᵀFd between evaluations: curvature along Δ goes with its slope, along Δ₀ with what the last step's was."""
+        m = self.memory
+        along = m.curvature.get("whitened", 0.0) * max(0.0, slopes["whitened"] / m.scale / min(m.slope, -1e-300))
+        length = c["whitened"] ** 2 * along / 2 + c.get("last", 0.0) ** 2 * m.length
+        return length + c.get("adam", 0.0) ** 2 * m.curvature.get("adam", 0.0) / 2
+
+    def _bound(self) -> float:
+        loss = self.memory.loss
+        own = NATS if loss is None else max(PART * loss, min(NATS, LATE * loss))
+        return own if self.bound is None else min(own, self.bound)
+
+    def learn(self, found: Evaluation, c: Parts, change: float) -> bool:
+        """λ from what the loss did; False: it went up by so much, or out of all bounds, that the step is to be undone."""
+        m = self.memory
+        coefficients = torch.tensor(list(c.values()), dtype=torch.float64)
+        assert found.slopes is not None
+        promised = float(found.slopes @ coefficients + coefficients @ found.Q @ coefficients / 2)
+        m.ratio = change / promised if promised < 0 else None
+        good = math.isfinite(change) and change <= 2 * self._bound()
+        if not good or (m.ratio is not None and m.ratio < 0.25):
+            m.lam = min(MOST, m.lam * 2)
+        elif m.ratio is not None and m.ratio > 0.75:
+            m.lam = max(LEAST, m.lam / 1.1)
+        return good
+
+    def undone(self) -> None:
+        """The step was taken back: the next goes on from where it stood, by itself and more carefully."""
+        m = self.memory
+        m.coefficients = {name: x / 2 for name, x in m.coefficients.items()}
+        m.length = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.memory) | {"relative": sorted(self.relative), "forward_mode": self.forward_mode}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        kept = dict(state)
+        self.relative, self.forward_mode = set(kept.pop("relative")), kept.pop("forward_mode")
+        self.memory = Memory(**kept)
+        self.memory.scales = [(scale, n) for scale, n in self.memory.scales]
+
+    def scale(self) -> Scale:
+        """κ of the user's loss so far; what it notes is remembered."""
+        found = Scale()
+        found.seen = self.memory.scales
+        return found
+
+
+def corrected(slope: float, expected: float, unknown: bool) -> float:
+    """By what .grad is scaled beyond the gradient at the output: unscaled, clipped, or, if κ is unknown, all of it.
+
+    Passes differ in what dropout leaves out, so a ratio near one is taken for one.
+    """
+    ratio = slope / expected if expected < 0 and slope < 0 else 1.0
+    return ratio if unknown or not 2 / 3 < ratio < 1.5 else 1.0
+
+
+def badly_scaled(z: Tensor) -> bool:
+    """Whether inputs (rows, d) have scales that differ a hundredfold and more, and none of them is rarely active.
+
+    Damping relative to each variance makes steps invariant to such scales; but it would let a pixel that is rarely on,
+    or a unit that is nearly dead, take huge steps on the few examples that show it. Those have few rows behind their
+    variance: n E[z²]² / E[z⁴] of them.
+
+    >>> torch.manual_seed(0)
+    >>> z = torch.randn(100, 3)
+    >>> badly_scaled(z), badly_scaled(z * torch.tensor([1.0, 1e3, 1e-3])), badly_scaled(z * (torch.rand(100, 3) < 0.02))
+    (False, True, False)
+    """
+    if z.ndim != 2 or not z.is_floating_point() or len(z) < 2:
+        return False
+    z = widened(z.detach())
+    squares = (z - z.mean(dim=0)).square()
+    second, fourth = squares.mean(dim=0), squares.square().mean(dim=0)
+    live = second > 0
+    if not live.any():
+        return False
+    behind = len(z) * second[live] ** 2 / fourth[live]
+    return bool(second[live].max() > SPREAD * second[live].min() and behind.min() >= max(4, len(z) / 20))

@@ -1,0 +1,59 @@
+"""The quadratic model of the loss along a few directions, and its minimum.
+
+    M(c) = ½ cᵀ A c + bᵀ c      d = Σ cᵢ dᵢ,  Aᵢⱼ = dᵢᵀ (F + λ) dⱼ,  bᵢ = ∇Lᵀ dᵢ
+
+Martens & Grosse (2015, section 6) choose the step along the preconditioned gradient and the last update so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+__all__ = ["minimiser", "shortened"]
+
+
+def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
+    """The c with the least ½cᵀAc + bᵀc among 0 ≤ c ≤ most; A (k, k) is positive semidefinite, k small.
+
+    >>> A, b = torch.eye(2, dtype=torch.float64), torch.tensor([-1.0, -3.0], dtype=torch.float64)
+    >>> minimiser(A, b, [math.inf, 0.95]).tolist()
+    [1.0, 0.95]
+    """
+    scale = A.diagonal().clamp(min=1e-300).rsqrt()
+    # In units in which the diagonal is one; what is added is beyond the digits that are known of A, and makes directions
+    # that are nearly parallel share a step instead of cancelling one another.
+    unit = A * scale[:, None] * scale + 1e-6 * torch.eye(len(b), dtype=A.dtype)
+    g, top = b * scale, [m / float(s) for m, s in zip(most, scale, strict=True)]
+    value = {c: float(c @ unit @ c / 2 + g @ c) for c in _candidates(unit, g, top)}
+    return min(value, key=lambda c: value[c]) * scale
+
+
+def _candidates(A: Tensor, b: Tensor, most: Sequence[float]) -> Iterator[Tensor]:
+    """Of all ways to hold some coordinates at 0 or at their most, the minimum over the others where that is allowed."""
+    for held in product((None, 0.0, 1.0), repeat=len(b)):
+        if any(h == 1.0 and math.isinf(m) for h, m in zip(held, most, strict=True)):
+            continue
+        c = torch.tensor([h * m if h else 0.0 for h, m in zip(held, most, strict=True)], dtype=A.dtype)
+        free = [i for i, h in enumerate(held) if h is None]
+        if free:
+            c[free] = -torch.linalg.solve(A[free][:, free], (b + A @ c)[free])
+        if all(0 <= float(x) <= m for x, m in zip(c, most, strict=True)):
+            yield c
+            if len(free) == len(b):  # nothing is held: the minimum of all
+                return
+
+
+def shortened(c: Tensor, length: float, bound: float) -> tuple[Tensor, float]:
+    """c and its ½cᵀQc, brought down to the bound where they are above it.
+
+    >>> shortened(torch.tensor([2.0]), length=8.0, bound=2.0)
+    (tensor([1.]), 2.0)
+    """
+    if not length > bound:
+        return c, length
+    return c * math.sqrt(bound / length), bound
