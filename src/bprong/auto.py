@@ -34,13 +34,14 @@ from bprong.whitening import Damping
 __all__ = ["Auto", "Parts"]
 
 FIRST, EVERY = 20, 5  # evaluations at each of the first steps, then at every so many
-LAMBDA, LEAST, MOST = 1e-3, 3e-4, 1.0  # λ at the start, and its bounds
+LAMBDA, LEAST, MOST = 1e-3, 1e-3, 1.0  # λ at the start, and its bounds
 YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
 KEEP = 0.7  # of the averaged coefficients at each evaluation
 HONEST = 0.8  # of the sums behind s at each evaluation
 LEAST_TRUE = 1e-3  # of a slope
 LAST_AT_MOST = 0.95  # μ
-NATS, PART, LATE = 0.1, 0.05, 0.5  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
+RECENT = 0.9  # of the averaged loss at each step
+NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
 SPREAD = 1e4  # of variances, above which each is the unit of its own damping
 Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
 
@@ -128,7 +129,8 @@ class Auto:
             )
         m.scale = m.scale if found.scale is None and t > 0 else (found.scale or 1.0) * m.correction
         if found.loss is not None:
-            m.loss = found.loss if m.loss is None else 0.9 * m.loss + 0.1 * found.loss
+            keep = RECENT ** (1 if t < FIRST else EVERY)
+            m.loss = found.loss if m.loss is None else keep * m.loss + (1 - keep) * found.loss
         b = torch.tensor([slopes[name] / m.scale for name in names], dtype=torch.float64)
         m.slope, m.curvature = float(b[0]), {name: float(q) for name, q in zip(names, found.Q.diagonal(), strict=True)}
         b[0] *= self.s
