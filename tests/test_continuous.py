@@ -190,11 +190,11 @@ def test_a_step_of_the_network_is_the_step_of_the_functions_on_both_sides():
     p = model(x[20:]).softmax(dim=-1).detach()
     assert rewhitening.step(x[20:]) == []
     V, c_new = centred_rows(x[20:], c, 0.6)
-    S = 0.4 * torch.linalg.inv(U.T @ U) + 0.6 * (V.T @ V + 0.1 * torch.eye(6))  # rate 0.6: all coordinates each time
+    S = 0.4 * torch.linalg.inv(U.T @ U) + 0.6 * (V.T @ V + 0.1 * EYE[:6, :6])  # rate 0.6: all coordinates each time
     assert_close(model[0].c, c_new, 1e-12)
     assert_close(model[0].U.T @ model[0].U, torch.linalg.inv(S), 1e-9)
     D = torch.diag(p.mean(0)) - p.T @ p / 20
-    S = 0.4 * torch.linalg.inv(R.T @ R) + 0.6 * (D + 0.03 * torch.eye(3))
+    S = 0.4 * torch.linalg.inv(R.T @ R) + 0.6 * (D + 0.03 * EYE[:3, :3])
     assert_close(model[0].R.T @ model[0].R, torch.linalg.inv(S), 1e-9)
 
 

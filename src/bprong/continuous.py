@@ -28,7 +28,8 @@ from torch import Tensor
 from bprong.moments import widened
 
 __all__ = [
-    "Factor", "Share", "centred_rows", "distance", "factor", "inverse_step", "relative_step", "share", "whitened_rows",
+    "LOOKED_AT", "Factor", "Share", "centred_rows", "distance", "distance_of", "downdated", "factor", "inverse_step",
+    "projected", "relative_step", "share", "whitened_rows",
 ]  # fmt: skip
 
 TURNS = 2  # of the damping through all coordinates within 1/μ steps: ε of one then stays within 0.77 … 1.27 of itself
@@ -86,7 +87,7 @@ def share(d: int, epsilon: float | Tensor, mu: float, turn: int, like: Tensor) -
     >>> [share(4, 0.1, 0.25, turn, torch.zeros(1)).index.tolist() for turn in range(3)]
     [[2, 3], [1, 0], [2, 3]]
     """
-    epsilon = torch.as_tensor(epsilon).to(like).expand(d)
+    epsilon = (epsilon.to(like) if isinstance(epsilon, Tensor) else like.new_tensor(epsilon)).expand(d)
     if not bool(epsilon.any()):
         return None
     turns = max(1, min(int(1 / (TURNS * mu)), d // 2))  # two coordinates at least, for `distance` to have pairs
@@ -143,15 +144,25 @@ def inverse_step(UU: Tensor, rows: Tensor, mu: float, damping: Share | None = No
 
     Two products of n · d². Rows beyond d are not compressed: give at most d of them.
     """
+    return downdated(UU, *projected(UU, rows, damping), mu)
+
+
+def projected(UU: Tensor, rows: Tensor, damping: Share | None = None) -> tuple[Tensor, Tensor]:
+    """V UU and, in float64, V UU Vᵀ, the damping's rows below V: all that whitened rows tell of one another."""
     P = rows @ UU
     gram = widened(P @ rows.mT)
-    if damping is not None:
-        index, sizes = damping.index, damping.sizes
-        own = sizes.unsqueeze(-1) * UU[index]
-        cross = widened(P[:, index] * sizes)
-        corner = widened(own[:, index] * sizes)
-        gram = torch.cat([torch.cat([gram, cross], dim=1), torch.cat([cross.mT, corner], dim=1)])
-        P = torch.cat([P, own])
+    if damping is None:
+        return P, gram
+    index, sizes = damping.index, damping.sizes
+    own = sizes.unsqueeze(-1) * UU[index]
+    cross = widened(P[:, index] * sizes)
+    corner = widened(own[:, index] * sizes)
+    gram = torch.cat([torch.cat([gram, cross], dim=1), torch.cat([cross.mT, corner], dim=1)])
+    return torch.cat([P, own]), gram
+
+
+def downdated(UU: Tensor, P: Tensor, gram: Tensor, mu: float) -> Tensor:
+    """`inverse_step` from what `projected` has found."""
     one = torch.eye(len(P), dtype=gram.dtype, device=gram.device)
     L = torch.linalg.cholesky((gram + gram.mT) / 2 + one * ((1 - mu) / mu))
     Q = torch.linalg.solve_triangular(L.to(P), P, upper=False)
@@ -168,15 +179,19 @@ def distance(z: Tensor, damped: Tensor | None = None) -> float:
     sampling noise that a moment of few rows is never white for. The rows must not be those that chose U.
     """
     z, d = z[:LOOKED_AT], z.shape[-1]
-    gram = z @ z.mT
-    own = gram.diagonal()
-    pairs = max(1, len(z) * (len(z) - 1))
-    trace, squares = own.mean(), (gram.square().sum() - own.square().sum()) / pairs
-    if damped is not None:
-        gram = damped @ damped.mT
-        diagonal, m = gram.diagonal(), len(damped)
-        apart = (gram.square().sum() - diagonal.square().sum()) / max(1, m * (m - 1))
+    if damped is None:
+        return distance_of(d, z @ z.mT)
+    return distance_of(d, z @ z.mT, z @ damped.mT, damped @ damped.mT)
+
+
+def distance_of(d: int, gram: Tensor, cross: Tensor | None = None, corner: Tensor | None = None) -> float:
+    """The same from the products of z† with one another, with the rows of the damping, and of those with themselves."""
+    own, n = gram.diagonal(), len(gram)
+    trace, squares = own.mean(), (gram.square().sum() - own.square().sum()) / max(1, n * (n - 1))
+    if cross is not None and corner is not None:
+        diagonal, m = corner.diagonal(), len(corner)
+        apart = (corner.square().sum() - diagonal.square().sum()) / max(1, m * (m - 1))
         squares = squares + d * diagonal.square().mean() + d * (d - 1) * apart
-        squares = squares + 2 * d * (z @ damped.mT).square().mean()
+        squares = squares + 2 * d * cross.square().mean()
         trace = trace + d * diagonal.mean()
     return float(squares - 2 * trace) / d + 1

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bprong.continuous import Factor, Share, centred_rows, distance, factor, share
+from bprong.continuous import (
+    LOOKED_AT,
+    Factor,
+    Share,
+    centred_rows,
+    distance,
+    distance_of,
+    downdated,
+    factor,
+    projected,
+    share,
+)
+from bprong.moments import finite
 from bprong.whitening import Damping
 
 __all__ = ["DRIFT", "Rows", "Track"]
@@ -49,6 +62,11 @@ class Track:
     def anchored(self) -> bool:
         return self.age >= 0
 
+    @property
+    def off_white(self) -> float:
+        """‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ of the batches seen of late."""
+        return math.sqrt(max(self.smoothed, 0.0))
+
     def anchor(self, second: Tensor) -> None:
         """An exact factorisation of a second moment was taken."""
         self.age, self.variance = 0, second.diagonal().clone()
@@ -65,16 +83,41 @@ class Track:
         self, U: Tensor, c: Tensor | None, rows: Rows, mu: float, damping: Damping
     ) -> tuple[Factor, Tensor] | None:
         """T and the new mean (unless c is None: c as zeros), or None where an exact factorisation is called for."""
-        V, centre = (rows.second, U.new_zeros(U.shape[-1])) if c is None else centred_rows(rows.values, c, mu)
-        epsilon = self._epsilon(V, mu, damping)
-        damped = share(U.shape[-1], epsilon, mu, self.turn, U)
+        V, centre, damped = self._given(U, c, rows, mu, damping)
         whitened = V @ U.mT
         extra = None if damped is None else (U[:, damped.index] * damped.sizes).mT
-        self._look(_seen(whitened, c is not None, rows, mu), extra, damped)
+        fair = None if extra is None or damped is None else extra / math.sqrt(damped.turns)
+        self._look(distance(_seen(whitened, c is not None, rows, mu), fair))
         if self.drifted(len(V), U.shape[-1], mu):
             return None
         self.turn, self.age = self.turn + 1, self.age + 1
         return factor(whitened if extra is None else torch.cat([whitened, extra]), mu), centre
+
+    def move(
+        self, UU: Tensor, c: Tensor | None, rows: Rows, mu: float, damping: Damping
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same of an inverse UU = UᵀU of which no root is known: its successor and the new mean, or None."""
+        V, centre, damped = self._given(UU, c, rows, mu, damping)
+        n, d = len(rows.values), len(UU)
+        most = n if len(V) <= d else min(n, LOOKED_AT)  # of more rows than coordinates, those alone that are looked at
+        P, gram = projected(UU, torch.cat([V[:most], V[n:]]), damped)
+        self._look(_distance(d, gram, damped, partial(_seen, centred=c is not None, rows=rows, mu=mu)))
+        if self.drifted(len(V), d, mu):
+            return None
+        if len(V) > d:
+            P, gram = projected(UU, torch.linalg.qr(V, mode="r").R, damped)
+        found = downdated(UU, P, gram, mu)
+        if not finite(found) or not bool((found.diagonal() > 0).all()):
+            return None
+        self.turn, self.age = self.turn + 1, self.age + 1
+        return found, centre
+
+    def _given(
+        self, U: Tensor, c: Tensor | None, rows: Rows, mu: float, damping: Damping
+    ) -> tuple[Tensor, Tensor, Share | None]:
+        """The rows of the step, the new mean, and the coordinates whose turn it is to be damped."""
+        V, centre = (rows.second, U.new_zeros(U.shape[-1])) if c is None else centred_rows(rows.values, c, mu)
+        return V, centre, share(U.shape[-1], self._epsilon(V, mu, damping), mu, self.turn, U)
 
     def _epsilon(self, V: Tensor, mu: float, damping: Damping) -> Tensor | float:
         if damping.relative_to == "one":
@@ -83,9 +126,8 @@ class Track:
         self.variance = fresh if self.variance is None else (1 - mu) * self.variance + mu * fresh
         return damping.value * damping.unit(self.variance)
 
-    def _look(self, z: Tensor, extra: Tensor | None, damped: Share | None) -> None:
+    def _look(self, seen: float) -> None:
         """Takes note of how white a batch is in coordinates that were chosen without it."""
-        seen = distance(z, None if extra is None or damped is None else extra / math.sqrt(damped.turns))
         self.smoothed = seen if self.age == 0 else self.smoothed + SMOOTHING * (seen - self.smoothed)
         if self.age == 0:
             self.base = self.scatter = 0.0
@@ -112,3 +154,14 @@ def _seen(whitened: Tensor, centred: bool, rows: Rows, mu: float) -> Tensor:
     if not centred:
         return whitened * math.sqrt(n)
     return whitened[:-1] * math.sqrt(n) + whitened[-1:] / math.sqrt(1 - mu)
+
+
+def _distance(d: int, gram: Tensor, damped: Share | None, seen: Callable[[Tensor], Tensor]) -> float:
+    """As `distance`, from V UU Vᵀ with the damping's rows last; `seen` takes the other rows to those looked at."""
+    if damped is None:
+        return distance_of(d, seen(seen(gram).mT)[:LOOKED_AT, :LOOKED_AT])
+    n = len(gram) - len(damped.index)
+    ours, cross = seen(seen(gram[:n, :n]).mT), seen(gram[:n, n:])
+    # what is in the step is turns times its share of the coordinates
+    cross, corner = cross[:LOOKED_AT] / math.sqrt(damped.turns), gram[n:, n:] / damped.turns
+    return distance_of(d, ours[:LOOKED_AT, :LOOKED_AT], cross, corner)
