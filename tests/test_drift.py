@@ -96,5 +96,5 @@ def test_the_distance_of_wide_sides_is_estimated_well(d):
 
 
 def test_another_pace_is_answered_by_what_is_allowed():
-    with pytest.raises(ValueError, match=r"refresh must be one of \('periodic', 'drift'\), not 'often'"):
+    with pytest.raises(ValueError, match=r"refresh must be one of \('periodic', 'drift', 'continuous'\), not 'often'"):
         bprong.BPRONG(mlp(5, 3), options={"refresh": "often"})

@@ -24,10 +24,15 @@ class Expert:
     forward_every, forward_offset, backward_every, backward_offset
                       the paper's τ₁, c₁, τ₂, c₂; by default both sides together, every `every` steps
     refresh           "periodic", or "drift": at each period only those sides are looked at that have been moving, and
-                      those refreshed that have moved; by default "drift", unless a period is given
+                      those refreshed that have moved; by default "drift", unless a period is given. "continuous": at
+                      each period, 5 steps unless one is given, the batch moves the inverses, exact ones whatever the
+                      solver, which are factored at the start and where a side has drifted from white; convolutions,
+                      embeddings and layers whitened in blocks are refreshed as by "drift"
+    rate              μ of continuous whitening: each batch leaves 1 − μ of what came before
     overhead          the share of time that statistics and factorisation may take, which sets the period where none is
-                      given
-    average           what the running average of the statistics keeps at each new measurement; 0: no average
+                      given; continuous whitening keeps to its period
+    average           what the running average of the statistics keeps at each new measurement; 0: no average. What is
+                      whitened continuously averages by its rate
     record_every      measure, without refreshing, every so many steps too
     examples          measure on this many examples of a batch at most
     seed              of the targets drawn; by default torch's initial seed
@@ -43,6 +48,7 @@ class Expert:
     backward_every: int | None = None
     backward_offset: int = 0
     refresh: str | None = None
+    rate: float = 0.05
     overhead: float = 0.1
     average: float = 0.9
     record_every: int | None = None
@@ -63,6 +69,9 @@ class Expert:
             if getattr(expert, name) is not None:
                 whole(f"options[{name!r}]", getattr(expert, name), least)
         number("options['overhead']", expert.overhead, 0.001, 1)
+        number("options['rate']", expert.rate, 1e-6, 1)
+        if expert.refresh == "continuous" and expert.record_every is not None:
+            raise ValueError('refresh="continuous" measures at its period alone: leave out record_every')
         one_of("options['solver']", expert.solver, get_args(Solver))
         one_of("options['channels']", expert.channels, (False, True))
         return expert
@@ -71,7 +80,8 @@ class Expert:
         self, every: int | None, forward_damping: float | Damping, backward_damping: float | Damping
     ) -> Settings:
         given = [period for period in (every, self.forward_every, self.backward_every) if period is not None]
-        common = given[0] if given else 1
+        continuous = self.refresh == "continuous"
+        common = given[0] if given else 5 if continuous else 1
         return Settings.of(
             forward_every=common if self.forward_every is None else self.forward_every,
             backward_every=common if self.backward_every is None else self.backward_every,
@@ -79,5 +89,5 @@ class Expert:
             forward_damping=forward_damping, backward_damping=backward_damping,
             fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
             refresh=self.refresh or ("periodic" if given else "drift"),
-            overhead=None if given else self.overhead,
+            overhead=None if given or continuous else self.overhead, rate=self.rate,
         )  # fmt: skip

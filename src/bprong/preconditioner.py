@@ -43,7 +43,8 @@ class Preconditioner:
     moments:  what they were made from, by side
     refreshed_at: the step at which each side was refreshed
     attempts: when low rank is worth another try, by side
-    white:    how far from white the last batch measured was, in the coordinates then in force, by side
+    white:    how far from white the last batch measured was, in the coordinates then in force, by side; continuously,
+              the last few, damping included
     level:    the mean eigenvalue of each side as last measured, and the observations behind it
     units:    (in,) the variances that the forward damping is relative to, where it is relative to them
     step_norm: the length of the weight's step at the last refresh
@@ -139,13 +140,18 @@ class Preconditioner:
             found = solve(moments.scatter, damping, like, solver, start, moments.weight)
             attempts.took(solver, found)
         self.moments[side] = moments
+        if side == "forward":
+            relative = damping.relative_to == "variance" and moments.scatter.ndim == 2
+            self.units = (moments.scatter.diagonal() / moments.weight).to(like) if relative else None
+        self.take(side, found, None if moments.mean is None else self.inputs.features_of(moments.mean).to(like))
+
+    def take(self, side: Side, found: Inverse, c: Tensor | None) -> None:
+        """A new inverse of one side, with the centre of the inputs where it is theirs."""
         if side == "backward":
             self.RR = found
         else:
             self.UU = found
-            relative = damping.relative_to == "variance" and moments.scatter.ndim == 2
-            self.units = (moments.scatter.diagonal() / moments.weight).to(like) if relative else None
-            self._centre(None if moments.mean is None else self.inputs.features_of(moments.mean).to(like))
+            self._centre(c)
 
     def _centre(self, c: Tensor | None) -> None:
         self.c = c
@@ -210,13 +216,12 @@ class Layer(Preconditioner):
         row: dict[str, Any] = {"layer": self.name, "step_norm": self.step_norm}
         row |= {"forward_form": str(self.inputs), "backward_form": str(self.outputs)}
         for side, refreshed_at in self.refreshed_at.items():
+            row |= {f"{side}_age": t - refreshed_at, f"{side}_from_white": self.white.get(side)}
             if (moments := self.moments.get(side)) is not None:
                 second, own = moments.second, damping(self, side)
                 row |= {
                     f"{side}_rank": f"{rank(second)}/{second.diagonal(dim1=-2, dim2=-1).numel()}",
                     f"{side}_damping": float((own.value * own.scale(second)).mean()),
-                    f"{side}_age": t - refreshed_at,
-                    f"{side}_from_white": self.white.get(side),
                 }
         return row
 

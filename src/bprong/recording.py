@@ -80,7 +80,7 @@ def record(
     fisher: Fisher,
     inputs: Chosen = True,
     errors: Chosen = True,
-    rows: bool = False,
+    rows: Chosen = False,
     counted: Tensor | None = None,
     heard: bool = False,
     verify: bool = False,
@@ -92,7 +92,7 @@ def record(
     y:        the data's targets; used by fisher="empirical" only
     counted:  which targets the loss does not leave out, the output's last dimension apart; None: it leaves out none
     heard:    that was read off a gradient, in which a target the model is certain of looks like one left out
-    rows:     keep the rows themselves instead of their moments
+    rows:     of which layers to keep the rows themselves instead of their moments
     verify:   find out whether all that the layers' weights do is seen
     """
     units = {name: unit_of(name, layer) for name, (layer, _) in layers.items()}
@@ -116,6 +116,9 @@ def merged(seen: list[Measured]) -> Measured:
             all_.probe if m.probe is None else m.probe,
             all_.called or m.called,
             all_.unexplained or m.unexplained,
+            all_.z_rows + m.z_rows,
+            all_.delta_rows + m.delta_rows,
+            all_.targets + m.targets,
         )
     return all_
 
@@ -134,7 +137,7 @@ def measure(
     fisher: Fisher,
     inputs: Chosen,
     errors: Chosen,
-    rows: bool = False,
+    rows: Chosen = False,
     counted: Tensor | None = None,
     heard: bool = False,
 ) -> dict[str, Measured]:
@@ -155,7 +158,7 @@ def measure(
         m.probe, m.called = call.z, True
         if not _among(call.layer, inputs):
             continue
-        if rows:
+        if _among(call.layer, rows):
             m.z_rows += call.input_rows(counts.get(call))
         elif (z := call.input_moments(centred[call.layer], counts.get(call))) is not None:
             m.z = z if m.z is None else m.z.merge(z)
@@ -165,7 +168,7 @@ def measure(
         if counted is not None:
             roots, targets = (of_targets(root, counted) for root in roots), int(counted.sum())
         for call, delta in errors_of(output, [call for call in calls if _among(call.layer, errors)], roots):
-            measured[call.layer].take_errors(call, delta, targets, rows)
+            measured[call.layer].take_errors(call, delta, targets, _among(call.layer, rows))
     return measured
 
 

@@ -23,7 +23,7 @@ from bprong.whitening import Damping, WhiteningError
 __all__ = ["PATIENCE", "SIDES", "Schedule", "Settings", "Side", "WhiteningWarning", "mixed"]
 
 Side = Literal["forward", "backward"]
-Pace = Literal["periodic", "drift"]
+Pace = Literal["periodic", "drift", "continuous"]
 SIDES: tuple[Side, ...] = ("forward", "backward")
 SLOWEST = 16  # periods between two looks at a side that does not drift, at most
 PATIENCE = 3  # consecutive failures of one side of one layer that are warned about before they are raised
@@ -45,6 +45,7 @@ class Settings:
     seed: int
     refresh: Pace = "periodic"
     overhead: float | None = None  # the share of time that sets the period, instead of the periods above
+    rate: float = 0.05  # μ of continuous whitening
 
     @classmethod
     def of(
@@ -62,6 +63,7 @@ class Settings:
         seed: int | None,
         refresh: str = "periodic",
         overhead: float | None = None,
+        rate: float = 0.05,
     ) -> Settings:
         return cls(
             {
@@ -74,6 +76,7 @@ class Settings:
             torch.initial_seed() if seed is None else seed,
             one_of("refresh", refresh, get_args(Pace)),
             overhead,
+            rate,
         )
 
 

@@ -16,30 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong import factoring
 from bprong.auto import Auto
 from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.directions import Directions
 from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.listening import Batch, Heard, Listener, copied, together, unheard
-from bprong.moments import Moments, wide
+from bprong.moments import wide
 from bprong.pace import interval
 from bprong.preconditioner import Direction, Layer
 from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
+from bprong.refreshing import Carry, Refreshing
 from bprong.reporting import Report, Stopwatch
-from bprong.schedule import SIDES, Schedule, Settings, Side, WhiteningWarning, mixed
+from bprong.schedule import SIDES, Schedule, Settings, WhiteningWarning, mixed
 from bprong.solver import Solver
 from bprong.taps import tapped
 from bprong.units import Limits
-from bprong.whitening import Damping, WhiteningError
 
 __all__ = ["Recorder", "Statistics"]
 
 SEEN_IN_PART = "its weight is used in other ways too, which cannot be seen"
 PASSING = ("observed", "_recorded", "_heard", "_directions")  # what lasts from one step to the next at most
-DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ of a whitener made for other statistics, above which it is made anew
 Recorder = Callable[..., None]
-Carry = Callable[[Layer, Tensor | None], None]  # what a new centre does to velocities, from the centre before
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 
 
@@ -67,6 +64,7 @@ class Statistics:
         self.given_up: list[str] = []
         self._lost: dict[Tensor, str] = {}
         self.schedule = Schedule(settings, SIDES if backward else ("forward",))
+        self._refreshing = Refreshing(self.layers, self.schedule, auto)
         self.watch = Stopwatch()
         self.likelihood = likelihood_of(likelihood)
         self._examples = examples
@@ -75,11 +73,6 @@ class Statistics:
         self._recorded: list[dict[str, Measured]] = []
         self._directions: Directions | None = None
         self._listen()
-
-    def damping(self, layer: Layer, side: Side) -> Damping:
-        """ε of a side: what was given, or what the quadratic model's λ makes of it."""
-        own = self.schedule.settings.damping[side]
-        return own if self.auto is None else self.auto.damping(layer, side) or own
 
     def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, Direction]:
         """What the gradients of the layers become."""
@@ -145,33 +138,14 @@ class Statistics:
                 self.auto.look(measured)
         with self.watch.on("factorisation"):
             for side in schedule.due:
-                self._factor(side, measured, carry)
+                self._refreshing.refresh(side, measured, centred, carry)
         self._pace(measured)
-
-    def _factor(self, side: Side, measured: Mapping[str, Measured], carry: Carry) -> None:
-        moved: dict[Layer, Moments] = {}
-        for name, m in measured.items():
-            moments = m.z if side == "forward" else m.delta
-            if moments is not None and self._moved(self.layers[name], side, moments):
-                moved[self.layers[name]] = moments
-        ready = factoring.together(moved, {layer: self.damping(layer, side) for layer in moved})
-        for layer, moments in moved.items():
-            self._refresh(layer, side, moments, carry, ready.get(layer))
 
     def _pace(self, measured: Mapping[str, Measured]) -> None:
         overhead, schedule = self.schedule.settings.overhead, self.schedule
         if overhead is not None and schedule.every is None:
             seen = [(self.layers[name], m.z.weight) for name, m in measured.items() if m.z is not None]
             schedule.pace(interval(seen, overhead, "backward" in schedule.sides))
-
-    def _moved(self, layer: Layer, side: Side, moments: Moments) -> bool:
-        """Whether a side is to be refreshed: always, or if it has drifted from what its inverse was made for."""
-        settings = self.schedule.settings
-        if settings.refresh == "periodic":
-            return True
-        moved = side not in layer.refreshed_at or layer.drift(side, moments, self.damping(layer, side)) > DRIFT
-        self.schedule.drifted(layer.name, side, moved)
-        return moved
 
     def _measure(self, centred: Centred) -> dict[str, Measured]:
         passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(self._batches())]
@@ -237,7 +211,7 @@ class Statistics:
                 f"used in another way is not covered: freeze it, or train it with another optimizer"
             )
         for name, m in measured.items():
-            if "backward" in self.schedule.wanted and m.delta is None and m.probe is not None:
+            if "backward" in self.schedule.wanted and m.probe is not None and not (m.delta or m.delta_rows):
                 self.schedule.warn(
                     name, "backward", "no error reaches it from the output that is looked at; forward only"
                 )
@@ -262,6 +236,7 @@ class Statistics:
             "fisher": schedule.settings.fisher,
             "inputs": schedule.looked_at("forward", self.layers),
             "errors": schedule.looked_at("backward", self.layers),
+            "rows": self._refreshing.followed,
         }
 
     @contextmanager
@@ -281,18 +256,6 @@ class Statistics:
 
             yield take
 
-    def _refresh(self, layer: Layer, side: Side, moments: Moments, carry: Carry, found: Tensor | None) -> None:
-        c_before = layer.c
-        try:
-            layer.refresh(side, moments, self.damping(layer, side), layer.like, found)
-        except WhiteningError as reason:
-            self.schedule.failed(layer.name, side, reason)
-            return
-        layer.refreshed_at[side] = self.schedule.t
-        self.schedule.succeeded(layer.name, side)
-        if side == "forward":
-            carry(layer, c_before)
-
     def name_of(self, parameter: Tensor) -> str:
         return next(
             (name for name, p in self.model.named_parameters() if p is parameter), "a parameter outside the model"
@@ -300,7 +263,7 @@ class Statistics:
 
     def report(self, trained: list[Tensor]) -> Report:
         shares = self.watch.shares()  # first: finding ranks takes time of its own
-        rows = [layer.row(self.schedule.t, self.damping) for layer in self.layers.values()]
+        rows = [layer.row(self.schedule.t, self._refreshing.damping) for layer in self.layers.values()]
         outside = [p for p in trained if p not in self.covered]
         fallback = {self.name_of(p): self._lost.get(p) or fallback_reason(self.model, p) for p in outside}
         return Report(self.schedule.t, rows, fallback, shares)
@@ -309,6 +272,7 @@ class Statistics:
         return {
             "schedule": self.schedule.state_dict(),
             "given_up": list(self.given_up),
+            "tracks": self._refreshing.state_dict(),
             "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
 
@@ -328,6 +292,7 @@ class Statistics:
             self._give_up(name, warn=False)
         devices = {name: wide(layer.weight[:0]).device for name, layer in self.layers.items()}
         self.schedule.load_state_dict(state["schedule"], devices)
+        self._refreshing.load_state_dict(state.get("tracks", {}))
         for name, kept in state["layers"].items():
             layer = self.layers[name]
             layer.load(kept, layer.like)
