@@ -16,6 +16,7 @@ import csv
 import math
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -81,9 +82,7 @@ class Run:
     def train(self, x: Tensor, y: Tensor, batches: Tensor) -> None:
         start = time.perf_counter()
         for chosen in batches:
-            before = time.perf_counter()
-            self.anchors += len(self.rewhitening.step(x[chosen]))
-            self.refreshing += time.perf_counter() - before
+            self.refresh(x[chosen])
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(x[chosen]), y[chosen])
             loss.backward()
@@ -91,8 +90,16 @@ class Run:
             self.loss.append(float(loss.detach()))
         self.seconds += time.perf_counter() - start
 
+    def refresh(self, x: Tensor) -> None:
+        before = time.perf_counter()
+        self.anchors += len(self.rewhitening.step(x))
+        self.refreshing += time.perf_counter() - before
+
+    def distances(self, held: Tensor) -> dict[tuple[str, str], float]:
+        return distances(self.model, held)
+
     def row(self, step: int, held: Tensor) -> list[Any]:
-        white = distances(self.model, held)
+        white = self.distances(held)
         sides = [mean(v for (_, side), v in white.items() if side == wanted) for wanted in EPSILON]
         numbers = [mean(self.loss[-CHUNK:]), *sides, white["0", "forward"]]
         costs = [f"{self.seconds:.3f}", f"{self.refreshing:.3f}", self.anchors]
@@ -116,25 +123,34 @@ def distances(model: Any, x: Tensor) -> dict[tuple[str, str], float]:
 
 
 def measure(options: argparse.Namespace) -> None:
+    advance([Run(name) for name in RUNS], options.out / "continuous.csv", options.steps)
+
+
+def advance(runs: Sequence[Run], path: Path, steps: int) -> None:
+    """All runs on the same batches, in turn; a row of each after each chunk."""
     data = load("mnist")
     x, y, held = data.x_train[:HELD], data.y_train[:HELD], data.x_train[HELD:]
     generator = torch.Generator().manual_seed(0)
-    runs = [Run(name) for name in RUNS]
-    with (options.out / "continuous.csv").open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for chunk in range(1, options.steps // CHUNK + 1):
+        for chunk in range(1, steps // CHUNK + 1):
             batches = torch.randint(HELD, (CHUNK, BATCH), generator=generator)
-            for run in runs[chunk % len(runs) :] + runs[: chunk % len(runs)]:
+            for run in (*runs[chunk % len(runs) :], *runs[: chunk % len(runs)]):
                 run.train(x, y, batches)
                 writer.writerow(run.row(chunk * CHUNK, held))
             file.flush()
 
 
-def draw(options: argparse.Namespace) -> None:
+def read(path: Path) -> dict[str, list[dict[str, float]]]:
     rows = defaultdict(list)
-    for row in csv.DictReader((options.out / "continuous.csv").open()):
+    for row in csv.DictReader(path.open()):
         rows[row["run"]].append({k: float(v) for k, v in row.items() if k != "run"})
+    return rows
+
+
+def draw(options: argparse.Namespace) -> None:
+    rows = read(options.out / "continuous.csv")
     with style.context(LOOK):
         chart = Figure(figsize=(11, 4.2), layout="constrained")
         FigureCanvasAgg(chart)
@@ -151,14 +167,14 @@ def draw(options: argparse.Namespace) -> None:
             axes.set(title=title, xlabel="steps", yscale="log")
         chart.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
         chart.savefig(options.out / "figures" / "continuous.png", dpi=130)
-    table(rows)
+    table(rows, RUNS)
 
 
-def table(rows: dict[str, list[dict[str, float]]]) -> None:
+def table(rows: dict[str, list[dict[str, float]]], names: Iterable[str]) -> None:
     """Costs and distances of the second half of each run, the loss of its last 500 steps."""
     titles = ["", "refreshing, ms a step", "all, ms a step", "factorisations", "inputs", "errors", "pixels", "loss"]
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
-    for name in RUNS:
+    for name in names:
         points = rows[name]
         last, half = points[-1], points[len(points) // 2 :]
         white = [f"{mean(p[key] for p in half):.2f}" for key in ("forward", "backward", "input")]
