@@ -166,7 +166,7 @@ class Auto:
         return own if self.bound is None else min(own, self.bound)
 
     def learn(self, found: Evaluation, c: Parts, change: float) -> bool:
-        """λ from what the loss did; False: it went up by so much, or out of all bounds, that the step is to be undone."""
+        """λ from what the loss did; False: it went up so much, or out of all bounds, that the step is to be undone."""
         m = self.memory
         coefficients = torch.tensor(list(c.values()), dtype=torch.float64)
         assert found.slopes is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from bprong.auto import Auto, Parts
 from bprong.evaluation import Evaluation, evaluated
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
+from bprong.moves import Groups, States
 from bprong.preconditioner import Layer
 from bprong.schedule import WhiteningWarning, mixed
 from bprong.statistics import Statistics
@@ -22,8 +23,6 @@ __all__ = ["AutoStep"]
 ADAM = 1e-3  # the learning rate of Adam's direction, before its coefficient
 LAST = "last_update"  # the key of Δ₀ in a parameter's state
 Vector = dict[Tensor, Tensor]
-Groups = Mapping[Tensor, dict[str, Any]]
-States = MutableMapping[Tensor, dict[str, Any]]
 
 
 class AutoStep:
@@ -79,8 +78,8 @@ class AutoStep:
             self._say(f"forward mode is not to be had, finite differences stand in for it: {found.refused}")
         if found.loss is None and auto.memory.loss is None:
             self._say(
-                "the targets cannot be told from the gradient at the output, so the damping stays as it is, and the loss "
-                "is taken for the mean of −log p; give them, optimizer.observe(x, y)"
+                "the targets cannot be told from the gradient at the output, so the damping stays as it is and the "
+                "loss is taken for the mean of −log p; give them, optimizer.observe(x, y)"
             )
         return found
 

@@ -1,7 +1,7 @@
 """The quadratic model of a batch: dᵢᵀ F dⱼ and slopes along a few directions, and what the loss really did afterwards.
 
-Everything is per target and in nats, whatever multiple κ of −log p the user's loss is (`user_loss.py`): ∇L is the user's
-gradient divided by κ times the number of targets.
+Everything is per target and in nats, whatever multiple κ of −log p the user's loss is (`user_loss.py`): ∇L is the
+user's gradient divided by κ times the number of targets.
 """
 
 from __future__ import annotations

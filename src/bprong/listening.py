@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from bprong.likelihood import Likelihood
 from bprong.recording import Arguments, tensor_of
 from bprong.running_loss import running_loss
 
-__all__ = ["Batch", "Heard", "Listener", "copied", "together", "unheard"]
+__all__ = ["Batch", "Heard", "Listener", "copied", "gradient_of", "mask_by", "together", "unheard", "whole"]
 
 Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 
@@ -38,6 +39,19 @@ class Heard:
 
 
 Read = Callable[[Heard], Any]
+
+
+def whole(heard: Heard) -> Heard:
+    return heard
+
+
+def gradient_of(heard: Heard) -> Tensor:
+    return heard.gradient.clone()
+
+
+def mask_by(likelihood: Likelihood) -> Read:
+    """Which targets count, or what is wrong, in the likelihood's words."""
+    return lambda heard: likelihood.heard(heard.gradient)
 
 
 class Listener:

@@ -22,9 +22,8 @@ from bprong.auto_step import AutoStep
 from bprong.carry import rate_ratio
 from bprong.checks import number, positive, refuse_distributed
 from bprong.expert import Expert
-from bprong.fallback import adam_step_
 from bprong.likelihood import Likelihood
-from bprong.moves import Moves, as_, decay_, sizes_of, times, without_autocast
+from bprong.moves import LearningRateStep, sizes_of, without_autocast
 from bprong.preconditioner import Layer
 from bprong.reporting import Report
 from bprong.schedule import PATIENCE, WhiteningWarning
@@ -95,12 +94,12 @@ class BPRONG(Optimizer):
         if nesterov and not momentum:
             raise ValueError("nesterov needs a momentum above 0")
         defaults = {
-            "lr": 1.0 if lr == "auto" else number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1), "nesterov": nesterov,
-            "weight_decay": number("weight_decay", weight_decay, 0),
+            "lr": 1.0 if lr == "auto" else number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1),
+            "nesterov": nesterov, "weight_decay": number("weight_decay", weight_decay, 0),
         }  # fmt: skip
         self._max_step = None if max_step is None else positive("max_step", max_step)
         expert = Expert.of(options)
-        self._auto = self._automatic(momentum, forward_damping, backward_damping) if lr == "auto" else None
+        self._rule = self._chosen(lr, momentum, forward_damping, backward_damping)
         settings = expert.settings(
             every, _given(forward_damping, self._damping[0]), _given(backward_damping, self._damping[1])
         )
@@ -108,12 +107,15 @@ class BPRONG(Optimizer):
         self.statistics = Statistics(
             model, likelihood, settings,
             examples=expert.examples, limits=limits, solver=expert.solver, backward=self._backward,
-            auto=None if self._auto is None else self._auto.auto,
+            auto=self._rule.auto if isinstance(self._rule, AutoStep) else None,
         )  # fmt: skip
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
 
-    def _automatic(self, momentum: float, *damping: float | Damping | None) -> AutoStep:
+    def _chosen(self, lr: object, momentum: float, *damping: float | Damping | None) -> LearningRateStep | AutoStep:
+        """The rule that makes the steps."""
+        if lr != "auto":
+            return LearningRateStep(self._max_step)
         if momentum:
             raise ValueError(f'lr="auto" chooses how much of the last update to keep; leave out momentum={momentum}')
         bound = None if self._max_step is None else self._max_step**2 / 2
@@ -140,7 +142,7 @@ class BPRONG(Optimizer):
             if self.statistics.due:
                 self.statistics.refresh(self._centred(), self._carry)
             with self.statistics.watch.on("step"):
-                self._apply(groups)
+                self._rule.step_(groups, self.state, self.statistics)
         self.statistics.advance()
         return loss
 
@@ -164,73 +166,6 @@ class BPRONG(Optimizer):
         # past torch's two wrappers of step(), to the line that called it
         warnings.warn(f"{message}; nothing was changed", WhiteningWarning, stacklevel=5)
         return False
-
-    def _apply(self, groups: Mapping[Tensor, Group]) -> None:
-        if self._auto is not None:
-            self._auto.step_(groups, self.state, self.statistics)
-            return
-        gradients = {p: p.grad for p in groups if p.grad is not None}
-        directions = self.statistics.directions(gradients)
-        scale = self._scale(directions, gradients, groups)
-        moves = Moves()
-        for layer, (d_W, d_b) in directions.items():
-            self._move(layer, times(scale, d_W), times(scale, d_b), groups, moves)
-        moves.make_()
-        for parameter in groups.keys() - self.statistics.covered:
-            group, gradient = groups[parameter], parameter.grad
-            assert gradient is not None
-            decay_(parameter, group)
-            adam_step_(parameter, gradient, self.state[parameter], group["lr"])
-
-    def _scale(
-        self, directions: Mapping[Layer, Any], gradients: Mapping[Tensor, Tensor], groups: Mapping[Tensor, Group]
-    ) -> float:
-        """What brings η² gᵀ F⁻¹ g, the squared length of the step in the Fisher metric, down to the bound."""
-        if self._max_step is None:
-            return 1.0
-        squared = 0.0
-        for layer, (d_W, d_b) in directions.items():
-            g_W, g_b = layer.gradients(gradients)
-            if g_W is not None and d_W is not None:
-                squared += groups[layer.weight]["lr"] ** 2 * float((layer.centred(g_W, g_b) * d_W).sum())
-            if g_b is not None and d_b is not None and layer.bias is not None:
-                squared += groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
-        return min(1.0, self._max_step / math.sqrt(max(squared, 1e-300)))
-
-    def _move(
-        self, layer: Layer, d_W: Tensor | None, d_b: Tensor | None, groups: Mapping[Tensor, Group], moves: Moves
-    ) -> None:
-        """W and b by the directions given, d_b as seen from the centre c: Δb = −η_b d_b − ΔW c."""
-        unit, v_W, lr = layer.unit, None, 0.0
-        if d_W is not None:
-            group, W = groups[layer.weight], unit.own(layer.weight)
-            v_W, lr = self._velocity(layer.weight, unit.own, unit.shaped(d_W), group), group["lr"]
-            decay_(W, group)
-            moves.add(W, v_W, lr)
-            if self.statistics.due:  # for the report; not worth its price at every step
-                layer.step_norm = lr * float(v_W.norm())
-        if d_b is not None and layer.bias is not None:
-            group, b = groups[layer.bias], unit.vector(layer.bias)
-            v_b = self._velocity(layer.bias, unit.vector, d_b, group)
-            decay_(b, group)
-            if v_W is None or layer.c is None:
-                moves.add(b, v_b, group["lr"])
-            elif lr == group["lr"] and v_W.ndim == 2 and not unit.one_hot:
-                moves.add(b, torch.addmv(v_b, as_(v_b, v_W), as_(v_b, layer.c), alpha=-1), lr)
-            else:
-                moves.add(b, v_b, group["lr"])
-                b.add_(unit.times(as_(b, v_W), as_(b, layer.c)), alpha=lr)
-
-    def _velocity(self, parameter: Tensor, own: Callable[[Tensor], Tensor], direction: Tensor, group: Group) -> Tensor:
-        """What the parameter's own part moves by, the learning rate apart."""
-        beta = group["momentum"]
-        if not beta:
-            return direction
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        velocity = own(state["momentum_buffer"]).mul_(beta).add_(direction)
-        return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
 
     def _carry(self, layer: Layer, c_before: Tensor | None) -> None:
         """A new centre c: the bias's velocity as seen from it, so that its velocity as such stays what it is."""
@@ -287,7 +222,8 @@ class BPRONG(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's own with the key "whitening": everything that shapes the path, tensors and plain values only."""
         state = super().state_dict() | {"whitening": self.statistics.state_dict()}
-        return state if self._auto is None else state | {"auto": self._auto.state_dict(self._parameters)}
+        rule = self._rule
+        return state | {"auto": rule.state_dict(self._parameters)} if isinstance(rule, AutoStep) else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; a state of another model is refused."""
@@ -298,8 +234,8 @@ class BPRONG(Optimizer):
         else:
             self.statistics.check_state(whitening)
         super().load_state_dict(state)
-        if auto is not None and self._auto is not None:
-            self._auto.load_state_dict(auto, self._parameters)
+        if auto is not None and isinstance(self._rule, AutoStep):
+            self._rule.load_state_dict(auto, self._parameters)
         if whitening is not None:
             self.statistics.load_state_dict(whitening)
 
@@ -314,7 +250,7 @@ class BPRONG(Optimizer):
             "statistics": self.statistics,
             "_max_step": self._max_step,
             "_refused": self._refused,
-            "_auto": self._auto,
+            "_rule": self._rule,
         }
 
 

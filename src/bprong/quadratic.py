@@ -25,7 +25,7 @@ def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
     [1.0, 0.95]
     """
     scale = A.diagonal().clamp(min=1e-300).rsqrt()
-    # In units in which the diagonal is one; what is added is beyond the digits that are known of A, and makes directions
+    # In units in which the diagonal is one; what is added is beyond the digits that are known of A, and lets directions
     # that are nearly parallel share a step instead of cancelling one another.
     unit = A * scale[:, None] * scale + 1e-6 * torch.eye(len(b), dtype=A.dtype)
     g, top = b * scale, [m / float(s) for m, s in zip(most, scale, strict=True)]

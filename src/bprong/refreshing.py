@@ -20,6 +20,7 @@ from torch import Tensor
 from bprong import factoring
 from bprong.auto import Auto
 from bprong.moments import Moments, error_moments, finite, input_moments, wide
+from bprong.pace import interval
 from bprong.preconditioner import Layer
 from bprong.recording import Measured
 from bprong.schedule import SIDES, Schedule, Side
@@ -60,6 +61,13 @@ class Refreshing:
         ready = factoring.together(moved, {layer: self.damping(layer, side) for layer in moved})
         for layer, moments in moved.items():
             self._factor(layer, side, moments, carry, ready.get(layer))
+
+    def pace(self, measured: Mapping[str, Measured]) -> None:
+        """Sets the period, if it is a share of time and this is the first refresh."""
+        overhead, schedule = self._schedule.settings.overhead, self._schedule
+        if overhead is not None and schedule.every is None:
+            seen = [(self._layers[name], m.z.weight) for name, m in measured.items() if m.z is not None]
+            schedule.pace(interval(seen, overhead, "backward" in schedule.sides))
 
     def _moved(self, layer: Layer, side: Side, moments: Moments) -> bool:
         """Whether a side is to be refreshed: always, or if it has drifted from what its inverse was made for."""

@@ -20,9 +20,8 @@ from bprong.auto import Auto
 from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.directions import Directions
 from bprong.likelihood import Likelihood, likelihood_of, some
-from bprong.listening import Batch, Heard, Listener, copied, together, unheard
+from bprong.listening import Batch, Heard, Listener, copied, gradient_of, mask_by, together, unheard, whole
 from bprong.moments import wide
-from bprong.pace import interval
 from bprong.preconditioner import Direction, Layer
 from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
 from bprong.refreshing import Carry, Refreshing
@@ -90,13 +89,7 @@ class Statistics:
         """What the listener keeps until the next step; it must not hold on to this object."""
         evaluates = self.auto is not None and self.auto.evaluates(self.schedule.t)
         self._listener.wanted = self.due or evaluates
-        likelihood = self.likelihood
-        if evaluates:
-            self._listener.read = lambda heard: heard
-        elif self._empirical:
-            self._listener.read = lambda heard: heard.gradient.clone()
-        else:
-            self._listener.read = lambda heard: likelihood.heard(heard.gradient)
+        self._listener.read = whole if evaluates else gradient_of if self._empirical else mask_by(self.likelihood)
 
     def heard(self) -> list[tuple[Any, Any]]:
         """The calls since the last step, each with what was kept of what was left at its output."""
@@ -139,13 +132,7 @@ class Statistics:
         with self.watch.on("factorisation"):
             for side in schedule.due:
                 self._refreshing.refresh(side, measured, centred, carry)
-        self._pace(measured)
-
-    def _pace(self, measured: Mapping[str, Measured]) -> None:
-        overhead, schedule = self.schedule.settings.overhead, self.schedule
-        if overhead is not None and schedule.every is None:
-            seen = [(self.layers[name], m.z.weight) for name, m in measured.items() if m.z is not None]
-            schedule.pace(interval(seen, overhead, "backward" in schedule.sides))
+        self._refreshing.pace(measured)
 
     def _measure(self, centred: Centred) -> dict[str, Measured]:
         passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(self._batches())]
@@ -212,9 +199,7 @@ class Statistics:
             )
         for name, m in measured.items():
             if "backward" in self.schedule.wanted and m.probe is not None and not (m.delta or m.delta_rows):
-                self.schedule.warn(
-                    name, "backward", "no error reaches it from the output that is looked at; forward only"
-                )
+                self.schedule.warn(name, "backward", "no error reaches it from the output looked at; forward only")
 
     def _pass(
         self, index: int, x: Any, y: Tensor | None, centred: Centred, counted: Tensor | None = None
