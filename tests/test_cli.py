@@ -25,7 +25,7 @@ def test_reproduce_leaves_everything_behind(tmp_path, capsys):
     assert names >= {"results.csv", "run.json", "report.html", "checkpoints"} | figures
     record = json.loads((out / "run.json").read_text())
     assert record["config"]["activation"] == "relu"
-    assert record["config"]["methods"] == ["sgd", "bn", "prong", "bprong", "bprong-fast"]
+    assert record["config"]["methods"] == ["sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto"]
     assert "whitening.bprong-fast.every" in (out / "report.html").read_text(encoding="utf-8")
     assert record["threads"] == 1
     assert record["data"]["name"] == "digits"
@@ -48,7 +48,10 @@ def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--activation", "gelu"], "choose from"),
-        (["--methods", "sgd,adamw"], "'adamw': no such method; there are sgd, bn, prong, bprong, bprong-fast"),
+        (
+            ["--methods", "sgd,adamw"],
+            "'adamw': no such method; there are sgd, bn, prong, bprong, bprong-fast, bprong-auto",
+        ),
         (["--epochs", "0"], "'0' is not a whole number of at least 1"),
         (["--epochs", "ten"], "'ten' is not a whole number"),
         (["--lr", "-1"], "'-1' is not a number above 0"),
@@ -77,9 +80,16 @@ def test_help_reads_well(capsys):
             main(arguments)
         assert stopped.value.code == 0
     said = capsys.readouterr().out
-    for word in ("reproduce", "audit", "--resume", "--checkpoint", "Algorithm 2", "sgd,bn,prong,bprong,bprong-fast"):
+    for word in (
+        "reproduce",
+        "audit",
+        "--resume",
+        "--checkpoint",
+        "Algorithm 2",
+        "sgd,bn,prong,bprong,bprong-fast,bprong-auto",
+    ):
         assert word in said
-    assert "They do not reach bprong-fast" in " ".join(said.split())
+    assert "They do not reach bprong-fast and bprong-auto" in " ".join(said.split())
 
 
 def test_audit_prints_and_leaves_pictures_and_numbers(tmp_path, capsys):

@@ -62,3 +62,10 @@ def test_divergence_is_named_and_its_epoch_not_timed():
     assert pairs["Training loss after epoch 3"] == "diverged, against BPRONG’s 0.400"
     assert "median of 2 epochs" in pairs["Time of an update"]
     assert pairs["Divergence"] == "diverged at epoch 3"
+
+
+def test_the_one_without_a_learning_rate_is_compared_alike_and_named():
+    named = beside(run_of({"bprong-auto": LOSSES["bprong-fast"], **{n: LOSSES[n] for n in ("sgd", "bprong")}}))
+    assert named[0] == ("BPRONG-auto: Training loss after epoch 3", "0.500, 1.25 times BPRONG’s 0.400")
+    both = beside(run_of(LOSSES | {"bprong-auto": LOSSES["bprong-fast"]}))
+    assert len(both) == 2 * len(named)

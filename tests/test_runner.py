@@ -44,7 +44,7 @@ def without_seconds(rows):
 
 def test_every_method_starts_equal_and_bprong_wins_on_digits(digits, tmp_path):
     rows = run(Config(epochs=3, seeds=2, whitening=QUICK), digits, tmp_path, Progress())
-    assert len(rows) == 5 * 2 * 4
+    assert len(rows) == 6 * 2 * 4
     assert rows == read_results(tmp_path / "results.csv")
     first = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 0}
     for seed in (0, 1):

@@ -95,7 +95,7 @@ def _add_reproduce(commands: Any) -> None:
     group = command.add_argument_group(
         "whitening",
         "hyperparameters of the paper's whitened networks, prong and bprong; by default each one's own. They do not "
-        "reach bprong-fast, which is the optimizer as it comes, with its own defaults",
+        "reach bprong-fast and bprong-auto, which are the optimizer as it comes; --lr does not reach bprong-auto",
     )
     for field in fields(Whitening):
         group.add_argument(f"--{field.name.replace('_', '-')}", **_WHITENING[field.name])

@@ -12,27 +12,31 @@ from statistics import median
 from bprong.experiments.records import Row, curve, label, methods
 from bprong.experiments.verdict import HERO, divergence, number
 
-__all__ = ["FAST", "HEADING", "beside"]
+__all__ = ["AUTO", "FAST", "HEADING", "beside"]
 
-FAST, PLAIN = "bprong-fast", "sgd"
+FAST, AUTO, PLAIN = "bprong-fast", "bprong-auto", "sgd"
 EARLY = 3  # the epoch after which the first comparison is made; the other is after the last
-HEADING = "BPRONG-fast, the drop-in optimizer on the plain network, beside the paper’s"
+HEADING = "BPRONG-fast and BPRONG-auto, the drop-in optimizer on the plain network, beside the paper’s"
 
 
 def beside(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """What is compared and what was measured; empty if the run has no drop-in optimizer."""
-    if FAST not in methods(rows):
+    return _beside(rows, FAST) + [(f"{label(AUTO)}: {text}", found) for text, found in _beside(rows, AUTO)]
+
+
+def _beside(rows: Sequence[Row], method: str) -> list[tuple[str, str]]:
+    if method not in methods(rows):
         return []
-    losses = {name: {p.epoch: p.median for p in curve(rows, name, "train_loss")} for name in (FAST, HERO)}
-    both = (set(losses[FAST]) & set(losses[HERO]) or set(losses[FAST])) - {0}
+    losses = {name: {p.epoch: p.median for p in curve(rows, name, "train_loss")} for name in (method, HERO)}
+    both = (set(losses[method]) & set(losses[HERO]) or set(losses[method])) - {0}
     pairs = []
     for epoch in sorted({EARLY, max(both)} & both) if both else []:
         text = f"Training loss after epoch {epoch}" + (", the last" if epoch == max(both) else "")
-        pairs.append((text, _loss(losses[FAST][epoch], losses[HERO].get(epoch))))
-    if pace := _paces(rows, FAST):
+        pairs.append((text, _loss(losses[method][epoch], losses[HERO].get(epoch))))
+    if pace := _paces(rows, method):
         ratios = [_ratio(pace, _paces(rows, name), name) for name in (PLAIN, HERO)]
         pairs.append(("Time of an update", "; ".join([f"{1e3 * median(pace.values()):.2f} ms", *ratios])))
-    return pairs + ([("Divergence", end)] if (end := divergence(rows, FAST)) else [])
+    return pairs + ([("Divergence", end)] if (end := divergence(rows, method)) else [])
 
 
 def _loss(mine: float, theirs: float | None) -> str:

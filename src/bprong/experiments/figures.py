@@ -81,8 +81,9 @@ KNOWN = {
     "bn": Style("#00866a", DASH_DOT, "^"),
     "sgd": Style("#7a7f87", DOTTED, "D"),
     "bprong-fast": Style("#6a4fb3", LONG, "v"),
+    "bprong-auto": Style("#b5468b", DASH_DOT_DOT, ">"),
 }
-_COLOURS = ("#b5468b", "#b07a00", *(known.colour for known in KNOWN.values()))
+_COLOURS = ("#b07a00", *(known.colour for known in KNOWN.values()))
 _DASHES = (DASH_DOT_DOT, SOLID, DASHED, DOTTED, DASH_DOT, LONG)
 _MARKERS = (">", "P", "h", "<", "*")
 

@@ -119,19 +119,20 @@ def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return problem.x_train[chosen], problem.y_train[chosen]
 
 
-def _drop_in(problem: Problem) -> Trainee:
+def _drop_in(problem: Problem, lr: Any = None) -> Trainee:
     """The optimizer as a user has it, on the plain network; only its random numbers follow the experiment's seed."""
-    optimizer = bprong.BPRONG(problem.plain, lr=problem.lr, options={"seed": problem.seed})
+    optimizer = bprong.BPRONG(problem.plain, lr=problem.lr if lr is None else lr, options={"seed": problem.seed})
     return Trainee(problem.plain, optimizer)
 
 
-def drop_in_defaults() -> dict[str, Any]:
-    """Every setting of `bprong.BPRONG` that the experiment leaves alone, as plain values."""
+def drop_in_defaults(**given_by_us: Any) -> dict[str, Any]:
+    """Every setting of `bprong.BPRONG` that the experiment leaves alone, as plain values, and those it gives itself."""
     found = {name: parameter.default for name, parameter in signature(bprong.BPRONG).parameters.items()}
     found |= {setting.name: setting.default for setting in fields(Expert)}
     given = ("model", "lr", "params", "options", "seed")
     plain = (bool, int, float, str, type(None))
-    return {n: value if isinstance(value, plain) else str(value) for n, value in found.items() if n not in given}
+    left = {n: value if isinstance(value, plain) else str(value) for n, value in found.items() if n not in given}
+    return left | given_by_us
 
 
 METHODS: dict[str, Method] = {
@@ -153,5 +154,10 @@ METHODS: dict[str, Method] = {
         "the drop-in optimizer bprong.BPRONG with its own defaults, on the plain network",
         _drop_in,
         defaults=drop_in_defaults(),
+    ),
+    "bprong-auto": Method(
+        'the same with lr="auto": no learning rate, its own damping',
+        lambda problem: _drop_in(problem, "auto"),
+        defaults=drop_in_defaults(lr="auto"),
     ),
 }

@@ -58,7 +58,7 @@ class ResumeError(ValueError):
 class Config:
     """What a run does. Everything but methods, seeds and epochs shapes each trial and must be equal to resume it."""
 
-    methods: tuple[str, ...] = ("sgd", "bn", "prong", "bprong", "bprong-fast")
+    methods: tuple[str, ...] = ("sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto")
     epochs: int = 20
     seeds: int = 1
     activation: str = "relu"
