@@ -31,15 +31,16 @@ from bprong.recording import Measured
 from bprong.schedule import Side
 from bprong.whitening import Damping
 
-__all__ = ["Auto", "Parts"]
+__all__ = ["EARLY", "Auto", "Parts"]
 
+EARLY = (2, 6, 14)  # steps at which statistics are looked at again, since the first steps are the largest
 FIRST, EVERY = 20, 5  # evaluations at each of the first steps, then at every so many
 LAMBDA, LEAST, MOST = 1e-3, 1e-3, 1.0  # λ at the start, and its bounds
 YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
 KEEP = 0.7  # of the averaged coefficients at each evaluation
 HONEST = 0.8  # of the sums behind s at each evaluation
 LEAST_TRUE = 1e-3  # of a slope
-LAST_AT_MOST = 0.95  # μ
+AT_MOST = {"last": 0.95, "adam": 10.0}  # μ, and β in thousandths
 RECENT = 0.9  # of the averaged loss at each step
 NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
 SPREAD = 1e4  # of variances, above which each is the unit of its own damping
@@ -135,7 +136,7 @@ class Auto:
         m.slope, m.curvature = float(b[0]), {name: float(q) for name, q in zip(names, found.Q.diagonal(), strict=True)}
         b[0] *= self.s
         G = torch.tensor([[gram[a][c] for c in names] for a in names], dtype=torch.float64)
-        most = [LAST_AT_MOST if name == "last" else math.inf for name in names]
+        most = [AT_MOST.get(name, math.inf) for name in names]
         c = minimiser(found.Q + m.lam * G, b, most)
         c, _ = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
         if t >= FIRST:

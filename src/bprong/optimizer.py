@@ -11,13 +11,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.auto import Auto
+from bprong.auto import EARLY, Auto
 from bprong.auto_step import AutoStep
 from bprong.carry import rate_ratio
 from bprong.checks import number, positive, refuse_distributed
@@ -103,6 +104,7 @@ class BPRONG(Optimizer):
         settings = expert.settings(
             every, _given(forward_damping, self._damping[0]), _given(backward_damping, self._damping[1])
         )
+        settings = replace(settings, early=EARLY) if lr == "auto" else settings
         limits = Limits(expert.max_dim, expert.channels)
         self.statistics = Statistics(
             model, likelihood, settings,

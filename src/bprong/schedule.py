@@ -45,6 +45,7 @@ class Settings:
     seed: int
     refresh: Pace = "periodic"
     overhead: float | None = None  # the share of time that sets the period, instead of the periods above
+    early: tuple[int, ...] = ()  # iterations of looks besides, where it does
     rate: float = 0.05  # μ of continuous whitening
 
     @classmethod
@@ -104,7 +105,8 @@ class Schedule:
         """Whether statistics are young: at the start, and after an eighth, a quarter and half of the first period."""
         if self.settings.overhead is None:
             return False
-        return self.t == 0 or (self.every is not None and self.t in {self.every >> k for k in (1, 2, 3)})
+        first = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}
+        return self.t == 0 or self.t in first.union(self.settings.early)
 
     @property
     def due(self) -> list[Side]:
