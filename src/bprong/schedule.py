@@ -45,8 +45,8 @@ class Settings:
     seed: int
     refresh: Pace = "periodic"
     overhead: float | None = None  # the share of time that sets the period, instead of the periods above
-    early: tuple[int, ...] = ()  # iterations of looks besides, where it does
     rate: float = 0.05  # μ of continuous whitening
+    early: tuple[int, ...] = ()  # iterations of looks besides, where a share of time sets the period
 
     @classmethod
     def of(
