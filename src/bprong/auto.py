@@ -186,6 +186,12 @@ class Auto:
         m.coefficients = {name: x / 2 for name, x in m.coefficients.items()}
         m.length = 0.0
 
+    def told(self) -> dict[str, float | None]:
+        """For the report."""
+        m = self.memory
+        alpha, mu = (m.coefficients.get(name) for name in ("whitened", "last"))
+        return {"alpha": alpha, "mu": mu, "lambda": m.lam, "ratio": m.ratio}
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self.memory) | {"relative": sorted(self.relative), "forward_mode": self.forward_mode}
 

@@ -21,7 +21,7 @@ from bprong.statistics import Statistics
 __all__ = ["AutoStep"]
 
 ADAM = 1e-3  # the learning rate of Adam's direction, before its coefficient
-LAST = "last_update"  # the key of Δ₀ in a parameter's state
+LAST, RATE = "last_update", "last_rate"  # the keys of Δ₀ in a parameter's state, and of the lr it was made at
 Vector = dict[Tensor, Tensor]
 
 
@@ -35,26 +35,33 @@ class AutoStep:
 
     def step_(self, groups: Groups, states: States, statistics: Statistics) -> None:
         auto, t = self.auto, statistics.schedule.t
+        _slow_(groups, states)
         gradients = {p: _gradient(p, group) for p, group in groups.items()}
         if self.pending:
             auto.judge(_dot(gradients, self.pending) / auto.memory.scale)
-        parts = self._directions(gradients, states, statistics)
+        rate = max(float(group["lr"]) for group in groups.values())
+        shares = {p: float(group["lr"]) / rate if rate else 1.0 for p, group in groups.items()}
+        parts = self._directions(gradients, states, statistics, shares)
         slopes = {name: _dot(gradients, d) for name, d in parts.items()}
         found = self._evaluate(parts, statistics) if auto.evaluates(t) else None
         gram = _gram(parts, statistics.layers.values()) if found is not None else {}
-        rate = max(float(group["lr"]) for group in groups.values())
         c = auto.choose(t, slopes, found, gram, rate)
-        _update_(parts, c, groups, states, rate)
+        _update_(parts, c, groups, states)
         self.pending = parts["whitened"] if found is not None else {}
         if found is not None and found.loss is not None and not auto.learn(found, c, found.change(statistics.model)):
             self._undo_(states, groups)
 
-    def _directions(self, gradients: Vector, states: States, statistics: Statistics) -> dict[str, Vector]:
+    def _directions(
+        self, gradients: Vector, states: States, statistics: Statistics, shares: Mapping[Tensor, float]
+    ) -> dict[str, Vector]:
+        """shares: of each parameter's learning rate in the largest there is, which multiplies what it is about to do"""
         whitened: Vector = {}
-        for layer, direction in statistics.directions(gradients).items():
-            layer.ordinary(*direction, whitened)
+        for layer, (d_W, d_b) in statistics.directions(gradients).items():
+            layer.ordinary(_share(d_W, layer.weight, shares), _share(d_b, layer.bias, shares), whitened)
         parts = {"whitened": whitened}
-        if adam := {p: adam_direction(g, states[p], ADAM) for p, g in gradients.items() if p not in whitened}:
+        if adam := {
+            p: adam_direction(g, states[p], ADAM * shares[p]) for p, g in gradients.items() if p not in whitened
+        }:
             parts["adam"] = adam
         if last := {p: states[p][LAST] for p in gradients if LAST in states[p]}:
             parts["last"] = last
@@ -73,8 +80,8 @@ class AutoStep:
             statistics.model, calls, list(parts.values()), statistics.likelihood, auto.scale(),
             mixed(statistics.schedule.seed, -1), whole=t == 0, forward_mode=auto.forward_mode,
         )  # fmt: skip
-        auto.forward_mode = auto.forward_mode and found.refused is None
-        if found.refused is not None:
+        tried, auto.forward_mode = auto.forward_mode, auto.forward_mode and found.refused is None
+        if found.refused is not None and tried:
             self._say(f"forward mode is not to be had, finite differences stand in for it: {found.refused}")
         if found.loss is None and auto.memory.loss is None:
             self._say(
@@ -107,6 +114,11 @@ class AutoStep:
         self.auto.load_state_dict(kept)
 
 
+def _share(direction: Tensor | None, parameter: Tensor | None, shares: Mapping[Tensor, float]) -> Tensor | None:
+    share = 1.0 if direction is None or parameter is None else shares[parameter]
+    return direction if direction is None or share == 1 else direction * share
+
+
 def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Of the loss with ½ weight_decay ‖θ‖² in it."""
     gradient = parameter.grad
@@ -114,7 +126,16 @@ def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     return gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
 
 
-def _update_(parts: Mapping[str, Vector], c: Parts, groups: Groups, states: States, rate: float) -> None:
+def _slow_(groups: Groups, states: States) -> None:
+    """A learning rate that came down takes the last update down with it, as it does SGD's; at zero nothing moves."""
+    for p, group in groups.items():
+        before, lr = states[p].get(RATE, 0.0), float(group["lr"])
+        if lr < before:
+            states[p][LAST].mul_(lr / before)
+        states[p][RATE] = lr
+
+
+def _update_(parts: Mapping[str, Vector], c: Parts, groups: Groups, states: States) -> None:
     """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀."""
     for p in groups:
         states[p].setdefault(LAST, torch.zeros_like(p))
@@ -122,8 +143,7 @@ def _update_(parts: Mapping[str, Vector], c: Parts, groups: Groups, states: Stat
     torch._foreach_mul_(updates, c.get("last", 0.0))
     for name in ("whitened", "adam"):
         for p, d in parts.get(name, {}).items():
-            own = c[name] * (float(groups[p]["lr"]) / rate if rate else 0.0)
-            states[p][LAST].add_(d if d.dtype == p.dtype else d.to(p), alpha=own)
+            states[p][LAST].add_(d if d.dtype == p.dtype else d.to(p), alpha=c[name])
     torch._foreach_add_(list(groups), updates)
 
 

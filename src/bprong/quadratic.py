@@ -30,7 +30,7 @@ def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
     unit = A * scale[:, None] * scale + 1e-6 * torch.eye(len(b), dtype=A.dtype)
     g, top = b * scale, [m / float(s) for m, s in zip(most, scale, strict=True)]
     value = {c: float(c @ unit @ c / 2 + g @ c) for c in _candidates(unit, g, top)}
-    return min(value, key=lambda c: value[c]) * scale
+    return min(value, key=lambda c: value[c]) * scale + 0.0  # no −0
 
 
 def _candidates(A: Tensor, b: Tensor, most: Sequence[float]) -> Iterator[Tensor]:

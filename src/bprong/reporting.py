@@ -22,6 +22,7 @@ COLUMNS = {
     "backward_from_white": "δ off white",
     "step_norm": "step",
 }
+LETTERS = {"alpha": "α", "mu": "μ", "lambda": "λ", "ratio": "actual/predicted"}
 
 
 class Stopwatch:
@@ -51,17 +52,23 @@ class Stopwatch:
 @dataclass(frozen=True)
 class Report:
     """steps: taken so far; layers: a row per covered layer; fallback: parameters that follow Adam's rule instead, with
-    the reason; time: the shares of all time that statistics, factorisation and steps took."""
+    the reason; time: the shares of all time that statistics, factorisation and steps took; auto: under lr="auto", the
+    last coefficients alpha and mu of the whitened direction and of the last update, the damping lambda, and the ratio
+    of the actual to the predicted decrease, None before there is one."""
 
     steps: int
     layers: list[dict[str, Any]]
     fallback: dict[str, str]
     time: dict[str, float] = field(default_factory=dict)
+    auto: dict[str, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [[_cell(row.get(key)) for key in COLUMNS] for row in self.layers]
         lines = [f"{self.steps} steps", table(list(COLUMNS.values()), rows)]
         lines += [f"by Adam's rule: {name} ({reason})" for name, reason in self.fallback.items()]
+        if self.auto:
+            told = ", ".join(f"{LETTERS[key]} {_cell(value)}" for key, value in self.auto.items())
+            lines.append(f"step: {told}")
         shares = ", ".join(f"{what} {share:.1%}" for what, share in self.time.items())
         return "\n".join([*lines, f"share of time: {shares}"])
 

@@ -251,7 +251,7 @@ class Statistics:
         rows = [layer.row(self.schedule.t, self._refreshing.damping) for layer in self.layers.values()]
         outside = [p for p in trained if p not in self.covered]
         fallback = {self.name_of(p): self._lost.get(p) or fallback_reason(self.model, p) for p in outside}
-        return Report(self.schedule.t, rows, fallback, shares)
+        return Report(self.schedule.t, rows, fallback, shares, {} if self.auto is None else self.auto.told())
 
     def state_dict(self) -> dict[str, Any]:
         return {
