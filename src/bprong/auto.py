@@ -61,8 +61,8 @@ class Memory:
     slope: float = 0.0  # ∇LᵀΔ there
     expected: float = 0.0  # (Qc) of Δ there: by how much the step made was to change it
     ratio: float | None = None
-    scale: float = 1.0
-    correction: float = 1.0
+    scale: float = 1.0  # the user's loss by the mean −log p of a target, and how many targets those were
+    targets: int = 0
     scales: list[tuple[float, int]] = field(default_factory=list)
 
 
@@ -109,42 +109,38 @@ class Auto:
         m.promised = HONEST * m.promised - (1 - HONEST) * m.slope
 
     def choose(
-        self, t: int, slopes: Parts, found: Evaluation | None, gram: Mapping[str, Parts], rate: float = 1.0
+        self, t: int, slopes: Parts, found: Evaluation | None, metric: tuple[Tensor, Tensor] | None, rate: float = 1.0
     ) -> Parts:
         """The coefficients of a step.
 
-        slopes: of the user's loss; gram: plain products of the directions; rate: the group's lr, a multiplier on α
+        slopes: of the loss along the directions, penalty and all
+        metric: (k, k) the directions' products, which λ multiplies, and the penalty's curvature
+        rate:   the group's lr, a multiplier on α
         """
         m = self.memory
-        if found is not None:
-            return self._evaluated(t, slopes, found, gram, rate)
+        if found is not None and metric is not None:
+            return self._evaluated(t, slopes, found, metric, rate)
         c = {name: m.coefficients.get(name, 0.0) * (1.0 if name == "last" else rate) for name in slopes}
         short, m.length = shortened(torch.tensor(list(c.values())).double(), self._estimated(c, slopes), self._bound())
         return dict(zip(c, short.tolist(), strict=True))
 
-    def _evaluated(self, t: int, slopes: Parts, found: Evaluation, gram: Mapping[str, Parts], rate: float) -> Parts:
-        m, names = self.memory, list(slopes)
-        if t == 0 and found.slopes is not None:
-            m.correction = corrected(
-                slopes[names[0]], (found.scale or 1.0) * float(found.slopes[0]), found.scale is None
-            )
-        m.scale = m.scale if found.scale is None and t > 0 else (found.scale or 1.0) * m.correction
+    def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], rate: float) -> Parts:
+        m, names, (G, penalty) = self.memory, list(slopes), metric
         if found.loss is not None:
             keep = RECENT ** (1 if t < FIRST else EVERY)
             m.loss = found.loss if m.loss is None else keep * m.loss + (1 - keep) * found.loss
-        b = torch.tensor([slopes[name] / m.scale for name in names], dtype=torch.float64)
+        b = torch.tensor([slopes[name] for name in names], dtype=torch.float64)
         m.slope, m.curvature = float(b[0]), {name: float(q) for name, q in zip(names, found.Q.diagonal(), strict=True)}
         b[0] *= self.s
-        G = torch.tensor([[gram[a][c] for c in names] for a in names], dtype=torch.float64)
         most = [AT_MOST.get(name, math.inf) for name in names]
-        c = minimiser(found.Q + m.lam * G, b, most)
+        c = minimiser(found.Q + penalty + m.lam * G, b, most)
         c, _ = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
         if t >= FIRST:
             c = self._averaged(names, c)
         m.coefficients = dict(zip(names, c.tolist(), strict=True))
         c = c * torch.tensor([1.0 if name == "last" else rate for name in names])
         c, m.length = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
-        m.expected = float(found.Q[0] @ c)
+        m.expected = float((found.Q + penalty)[0] @ c)
         return dict(zip(names, c.tolist(), strict=True))
 
     def _averaged(self, names: list[str], c: Tensor) -> Tensor:
@@ -157,7 +153,7 @@ class Auto:
     def _estimated(self, c: Parts, slopes: Parts) -> float:
         """½dᵀFd between evaluations: curvature along Δ goes with its slope, along Δ₀ with what the last step's was."""
         m = self.memory
-        along = m.curvature.get("whitened", 0.0) * max(0.0, slopes["whitened"] / m.scale / min(m.slope, -1e-300))
+        along = m.curvature.get("whitened", 0.0) * max(0.0, slopes["whitened"] / min(m.slope, -1e-300))
         length = c["whitened"] ** 2 * along / 2 + c.get("last", 0.0) ** 2 * m.length
         return length + c.get("adam", 0.0) ** 2 * m.curvature.get("adam", 0.0) / 2
 
@@ -203,18 +199,7 @@ class Auto:
 
     def scale(self) -> Scale:
         """κ of the user's loss so far; what it notes is remembered."""
-        found = Scale()
-        found.seen = self.memory.scales
-        return found
-
-
-def corrected(slope: float, expected: float, unknown: bool) -> float:
-    """By what .grad is scaled beyond the gradient at the output: unscaled, clipped, or, if κ is unknown, all of it.
-
-    Passes differ in what dropout leaves out, so a ratio near one is taken for one.
-    """
-    ratio = slope / expected if expected < 0 and slope < 0 else 1.0
-    return ratio if unknown or not 2 / 3 < ratio < 1.5 else 1.0
+        return Scale(self.memory.scales)
 
 
 def badly_scaled(z: Tensor) -> bool:

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 
 from bprong.auto import Auto, Parts
-from bprong.evaluation import Evaluation, evaluated
+from bprong.evaluation import Call, Evaluation, evaluated
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
 from bprong.preconditioner import Layer
+from bprong.rescaled import Rescaled
 from bprong.schedule import WhiteningWarning, mixed
 from bprong.statistics import Statistics
+from bprong.user_loss import Loss
 
 __all__ = ["AutoStep"]
 
 ADAM = 1e-3  # the learning rate of Adam's direction, before its coefficient
 LAST, RATE = "last_update", "last_rate"  # the keys of Δ₀ in a parameter's state, and of the lr it was made at
 Vector = dict[Tensor, Tensor]
+Calls = list[tuple[Call, Loss | None]]
 
 
 class AutoStep:
@@ -32,24 +35,55 @@ class AutoStep:
         self.auto = auto
         self.pending: Vector = {}  # Δ of the last step, if that was evaluated, for the next batch to judge
         self._said: set[str] = set()
+        self._looked_at: Tensor | None = None
+        self._rescaled = Rescaled()
+
+    def attach(self, parameter: Tensor) -> None:
+        """Looks at this parameter to find out whether gradients are clipped or unscaled."""
+        self._looked_at = parameter
+        self._rescaled.attach(parameter, self)
 
     def step_(self, groups: Groups, states: States, statistics: Statistics) -> None:
         auto, t = self.auto, statistics.schedule.t
         _slow_(groups, states)
-        gradients = {p: _gradient(p, group) for p, group in groups.items()}
+        factor = 1.0 if self._looked_at is None else self._rescaled.factor(self._looked_at)
+        calls = self._calls(groups, statistics, factor)
+        scale = auto.memory.scale * factor
+        gradients = {p: _gradient(p, group, scale) for p, group in groups.items()}
         if self.pending:
-            auto.judge(_dot(gradients, self.pending) / auto.memory.scale)
+            auto.judge(_dot(gradients, self.pending))
         rate = max(float(group["lr"]) for group in groups.values())
         shares = {p: float(group["lr"]) / rate if rate else 1.0 for p, group in groups.items()}
         parts = self._directions(gradients, states, statistics, shares)
         slopes = {name: _dot(gradients, d) for name, d in parts.items()}
-        found = self._evaluate(parts, statistics) if auto.evaluates(t) else None
-        gram = _gram(parts, statistics.layers.values()) if found is not None else {}
-        c = auto.choose(t, slopes, found, gram, rate)
+        found = self._evaluate(parts, calls, statistics) if auto.evaluates(t) else None
+        metric = None if found is None else _metric(parts, statistics.layers.values(), groups, scale)
+        c = auto.choose(t, slopes, found, metric, rate)
         _update_(parts, c, groups, states)
         self.pending = parts["whitened"] if found is not None else {}
         if found is not None and found.loss is not None and not auto.learn(found, c, found.change(statistics.model)):
             self._undo_(states, groups)
+
+    def _calls(self, groups: Groups, statistics: Statistics, factor: float) -> Calls:
+        """The calls of a step with their losses, and the scale of the user's gradient; unless both are as before."""
+        auto, m, likelihood = self.auto, self.auto.memory, statistics.likelihood
+        evaluates, calls = auto.evaluates(statistics.schedule.t), _seen(statistics)
+        targets = sum(call.targets(likelihood) for call in calls)
+        if not evaluates and (not calls or targets == m.targets or auto.scale().is_mean):
+            return []
+        if not calls:
+            raise RuntimeError(
+                'lr="auto" has no batch to measure the step on: the model given to the optimizer was not called in '
+                "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
+            )
+        told = [(call, call.loss(likelihood, auto.scale())) for call in calls]
+        losses = [loss for _, loss in told if loss is not None]
+        if len(losses) == len(told):
+            m.scale = sum(loss.scale * int((loss.weights != 0).sum()) for loss in losses)
+        elif targets != m.targets and all(call.y is not None for call in calls):
+            m.scale = _compared(groups, told, statistics, auto.forward_mode) / factor
+        m.targets = targets
+        return told
 
     def _directions(
         self, gradients: Vector, states: States, statistics: Statistics, shares: Mapping[Tensor, float]
@@ -67,18 +101,11 @@ class AutoStep:
             parts["last"] = last
         return parts
 
-    def _evaluate(self, parts: Mapping[str, Vector], statistics: Statistics) -> Evaluation:
-        auto, t = self.auto, statistics.schedule.t
-        calls: list[tuple[Any, Heard | None, Tensor | None]] = [(x, None, y) for x, y, _ in statistics.observed]
-        calls = calls or [(x, heard if isinstance(heard, Heard) else None, None) for x, heard in statistics.heard()]
-        if not calls:
-            raise RuntimeError(
-                'lr="auto" has no batch to measure the step on: the model given to the optimizer was not called in '
-                "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
-            )
+    def _evaluate(self, parts: Mapping[str, Vector], calls: Calls, statistics: Statistics) -> Evaluation:
+        auto = self.auto
         found = evaluated(
-            statistics.model, calls, list(parts.values()), statistics.likelihood, auto.scale(),
-            mixed(statistics.schedule.seed, -1), whole=t == 0, forward_mode=auto.forward_mode,
+            statistics.model, calls, list(parts.values()), statistics.likelihood, mixed(statistics.schedule.seed, -1),
+            whole=statistics.schedule.t == 0, forward_mode=auto.forward_mode,
         )  # fmt: skip
         tried, auto.forward_mode = auto.forward_mode, auto.forward_mode and found.refused is None
         if found.refused is not None and tried:
@@ -103,6 +130,14 @@ class AutoStep:
         self.pending = {}
         self.auto.undone()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_rescaled"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _rescaled=Rescaled())
+        if self._looked_at is not None:
+            self._rescaled.attach(self._looked_at, self)
+
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """Tensors and plain values only; what is pending by the parameters' order."""
         return self.auto.state_dict() | {"pending": [self.pending.get(p) for p in parameters]}
@@ -119,11 +154,12 @@ def _share(direction: Tensor | None, parameter: Tensor | None, shares: Mapping[T
     return direction if direction is None or share == 1 else direction * share
 
 
-def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Of the loss with ½ weight_decay ‖θ‖² in it."""
+def _gradient(parameter: Tensor, group: Mapping[str, Any], scale: float) -> Tensor:
+    """Of the loss with ½ weight_decay ‖θ‖² in it, by the loss's scale."""
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
+    gradient = gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
+    return gradient if scale == 1 else gradient / scale
 
 
 def _slow_(groups: Groups, states: States) -> None:
@@ -158,15 +194,40 @@ def _inner(a: Tensor, b: Tensor) -> float:
     return float((a * b).sum())
 
 
-def _gram(parts: Mapping[str, Vector], layers: Iterable[Layer]) -> dict[str, Parts]:
-    """Products of the directions; weights whose inputs have units of their own count in these."""
+def _metric(
+    parts: Mapping[str, Vector], layers: Iterable[Layer], groups: Groups, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Products of the directions, weights whose inputs have units of their own counting in these; ½ weight_decay ‖θ‖²'s
+    curvature: (k, k) each."""
     units = {layer.weight: layer.units for layer in layers if layer.units is not None}
-    found: dict[str, Parts] = {name: {} for name in parts}
-    for a, own in parts.items():
-        for b, other in parts.items():
-            if b in found and a in found[b]:
-                found[a][b] = found[b][a]
-                continue
-            weighted = {p: d * units[p] if p in units else d for p, d in other.items()} if units else other
-            found[a][b] = _dot(own, weighted)
+    decay = {p: group["weight_decay"] / scale for p, group in groups.items() if group["weight_decay"]}
+    decayed = {name: {p: d for p, d in directions.items() if p in decay} for name, directions in parts.items()}
+    return _gram(parts, units), _gram(decayed, decay)
+
+
+def _gram(parts: Mapping[str, Vector], weights: Mapping[Tensor, Tensor | float]) -> Tensor:
+    """dᵢᵀ diag(weights) dⱼ, one where there is none."""
+    vectors, found = list(parts.values()), torch.zeros(len(parts), len(parts), dtype=torch.float64)
+    for j, other in enumerate(vectors):
+        weighted = {p: d * weights[p] if p in weights else d for p, d in other.items()} if weights else other
+        for i in range(j + 1):
+            found[i, j] = found[j, i] = _dot(vectors[i], weighted)
     return found
+
+
+def _seen(statistics: Statistics) -> list[Call]:
+    """The calls since the last step: those given, with what was heard of them, or those heard of."""
+    heard = [(x, read if isinstance(read, Heard) else None) for x, read in statistics.heard()]
+    if given := statistics.observed:
+        reads = [read for _, read in heard] if len(heard) == len(given) else [None] * len(given)
+        return [Call(x, read, y) for (x, y, _), read in zip(given, reads, strict=True)]
+    return [Call(x, read, None) for x, read in heard if read is not None] or [Call(x, None, None) for x, _ in heard]
+
+
+def _compared(groups: Groups, calls: Calls, statistics: Statistics, forward_mode: bool) -> float:
+    """The user's gradient g by that of the mean −log p of the targets given: ‖g‖² by the latter's slope along g."""
+    g = {p: p.grad for p in groups if p.grad is not None}
+    seed = mixed(statistics.schedule.seed, -1)
+    found = evaluated(statistics.model, calls, [g], statistics.likelihood, seed, whole=True, forward_mode=forward_mode)
+    slope = 0.0 if found.slopes is None else float(found.slopes[0])
+    return _dot(g, g) / slope if slope > 0 else 1.0

@@ -7,46 +7,107 @@ user's gradient divided by κ times the number of targets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bprong.curvature import curvature, linearized, output_of
+from bprong.curvature import Linearized, curvature, linearized, output_of
 from bprong.likelihood import Likelihood
 from bprong.listening import Heard, copied
 from bprong.loss_scale import agreed
+from bprong.moments import widened
 from bprong.user_loss import Loss, loss_behind
 
-__all__ = ["Evaluation", "Scale", "evaluated"]
+__all__ = ["Call", "Evaluation", "Scale", "evaluated"]
 
 Vector = Mapping[Tensor, Tensor]  # a direction: what each parameter moves by
 PART, ENOUGH = 4, 64  # curvature is taken on a quarter of a batch, or on so many examples of a small one
-SETTLED = 20  # estimates of κ after which no more are made
+SETTLED, MOST = 20, 60  # estimates of κ after which none are made for batches of sizes seen before, and none at all
 
 
 class Scale:
     """κ of the user's loss, from what the first batches say."""
 
-    def __init__(self, seen: Sequence[tuple[float, int]] = ()) -> None:
-        self.seen = list(seen)
+    def __init__(self, seen: list[tuple[float, int]] | None = None) -> None:
+        self.seen = [] if seen is None else seen
 
     def of(self, targets: int) -> float | None:
-        """For a batch of so many targets, once it is settled."""
-        if len(self.seen) < SETTLED:
+        """For a batch of so many targets, once it is settled; a size not seen before may tell means from sums."""
+        if len(self.seen) < SETTLED or (len(self.seen) < MOST and targets not in {n for _, n in self.seen}):
             return None
         scales = [scale for scale, _ in self.seen]
         means = [scale * n for scale, n in self.seen]
         is_mean = max(means) / min(means) <= max(scales) / min(scales)
         return max(means) / targets if is_mean else max(scales)
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether batches of several sizes have shown κ to be that of a mean: what it is of a mean does not change."""
+        means = [scale * n for scale, n in self.seen]
+        return len({n for _, n in self.seen}) > 1 and max(means) <= 1.01 * min(means)
+
     def note(self, loss: Loss, targets: int, elements: int) -> float:
         """One more estimate; the κ that all of them agree on."""
-        self.seen.append((loss.scale, targets))
-        scales, counts = zip(*self.seen, strict=True)
+        seen = [*self.seen, (loss.scale, targets)]
+        if len(self.seen) < MOST:
+            self.seen.append(seen[-1])
+        scales, counts = zip(*seen, strict=True)
         return loss.scale if loss.certain else agreed(scales, counts, elements)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model in a step.
+
+    heard: what the user's backward pass left at its output; y: the targets given with x; None: nothing
+    """
+
+    x: Any
+    heard: Heard | None
+    y: Tensor | None
+
+    def targets(self, likelihood: Likelihood) -> int:
+        """How many targets the loss counts, as far as can be told."""
+        if self.heard is not None:
+            rows = self.heard.gradient.reshape(likelihood.targets(self.heard.output), -1)
+            return int((rows != 0).any(dim=1).sum())
+        left_in = None if self.y is None else likelihood.left_in(self.y)
+        return int(left_in.sum()) if left_in is not None else 0 if self.y is None else len(self.y)
+
+    def loss(self, likelihood: Likelihood, scale: Scale) -> Loss | None:
+        """The user's loss, if what was heard tells it."""
+        if self.heard is None:
+            return None
+        output, G, value = self.heard.output, self.heard.gradient, self.heard.value
+        targets = self.targets(likelihood)
+        loss = loss_behind(likelihood, output, G, self.y, value)
+        known = scale.of(targets) if loss is None or not loss.certain else None
+        if known is None and loss is not None:
+            known = scale.note(loss, targets, output.numel() // likelihood.targets(output))
+        if known is not None and (loss is None or known != loss.scale):
+            loss = loss_behind(likelihood, output, G, self.y, value, known) or loss
+        return loss
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some examples of a call; weight: that of their loss in the whole."""
+
+    x: Any
+    seed: int
+    output: Tensor
+    target: Loss | None
+    weight: float
+    Q: Tensor
+    slopes: Tensor | None
+    refused: str | None
+
+    def mean(self, output: Tensor) -> float:
+        assert self.target is not None
+        return self.target.mean(output)
 
 
 @dataclass(frozen=True)
@@ -54,85 +115,84 @@ class Evaluation:
     """What one batch says of some directions.
 
     Q        (k, k) dᵢᵀ F dⱼ, float64
-    scale    κ times the number of targets: what the user's gradient is of that of the mean −log p; None: not known
     loss     the mean −log p of a target; None: the targets are not known
-    slopes   its derivatives along the directions, on the examples that Q is of
+    slopes   (k,) its derivatives along the directions, on the examples that Q is of
     refused  why forward mode was not to be had
     """
 
     Q: Tensor
-    scale: float | None
     loss: float | None
     slopes: Tensor | None
     refused: str | None
-    _target: Loss | None
-    _x: Any
-    _output: Tensor
-    _seed: int
+    _parts: Sequence[_Part]
+
+    @classmethod
+    def of(cls, parts: Sequence[_Part]) -> Evaluation:
+        whole = sum(part.weight for part in parts)
+        parts = [replace(part, weight=part.weight / whole) for part in parts]
+        Q = torch.stack([part.weight * part.Q for part in parts]).sum(dim=0)
+        refused = next((part.refused for part in parts if part.refused is not None), None)
+        each = [part.weight * part.slopes for part in parts if part.slopes is not None]
+        if len(each) < len(parts):
+            return cls(Q, None, None, refused, parts)
+        return cls(Q, sum(p.weight * p.mean(p.output) for p in parts), torch.stack(each).sum(dim=0), refused, parts)
 
     def change(self, model: nn.Module) -> float:
         """By how much the mean −log p has changed since, on the same examples and random numbers."""
-        assert self._target is not None
-        return self._target.mean(output_of(model, self._x, self._seed)) - self._target.mean(self._output)
+        return sum(p.weight * (p.mean(output_of(model, p.x, p.seed)) - p.mean(p.output)) for p in self._parts)
 
 
 def evaluated(
     model: nn.Module,
-    calls: Sequence[tuple[Any, Heard | None, Tensor | None]],
+    calls: Sequence[tuple[Call, Loss | None]],
     directions: Sequence[Vector],
     likelihood: Likelihood,
-    scale: Scale,
     seed: int,
     *,
     whole: bool,
     forward_mode: bool,
 ) -> Evaluation:
-    """The quadratic model on the first call of a step; `calls`: its x, what was heard of it, the targets given with it.
-
-    whole: take all examples, not a part
-    """
-    x, *_ = calls[0]
-    loss, total = _loss(calls, likelihood, scale)
+    """The quadratic model on the calls of a step and their losses; whole: on all examples, not a part of them."""
     dtype = next(model.parameters()).dtype
-    length = _examples(x)
-    count = None if whole or length is None else max(length // PART, min(length, ENOUGH))
-    x = copied(x, count, dtype)
-    found = linearized(model, x, directions, seed, forward_mode)
-    part = None if loss is None else loss.cut(len(found.output)) if len(found.output) < len(loss.weights) else loss
-    counted = None if part is None else part.weights != 0
-    Q = curvature(model, found, likelihood, seed, counted if counted is not None and not counted.all() else None)
-    mean = None if part is None else part.mean(found.output)
-    slopes = None if part is None else torch.tensor([part.slope(found.output, d) for d in found.along]).double()
-    return Evaluation(Q, total, mean, slopes, found.refused, part, x, found.output, seed)
+    lengths = [_examples(call.x) for call, _ in calls]
+    left = sum(lengths) if whole else max(sum(lengths) // PART, min(sum(lengths), ENOUGH))
+    parts: list[_Part] = []
+    for i, ((call, loss), length) in enumerate(zip(calls, lengths, strict=True)):
+        if parts and left <= 0:
+            break
+        x = copied(call.x, left if 0 < left < length else None, dtype)
+        found = linearized(model, x, directions, seed + i, forward_mode)
+        parts.append(_measured(model, x, found, _on(found.output, call, loss, likelihood), likelihood, seed + i))
+        left -= length
+    return Evaluation.of(parts)
 
 
-def _loss(
-    calls: Sequence[tuple[Any, Heard | None, Tensor | None]], likelihood: Likelihood, scale: Scale
-) -> tuple[Loss | None, float | None]:
-    """The user's loss on the first call, and κ times the targets of all calls."""
-    _, heard, y = calls[0]
-    if heard is None:
-        return None, None
-    targets = likelihood.targets(heard.output)
-    known = scale.of(targets)
-    loss = loss_behind(likelihood, heard.output, heard.gradient, y, heard.value, known)
+def _measured(
+    model: nn.Module, x: Any, found: Linearized, loss: Loss | None, likelihood: Likelihood, seed: int
+) -> _Part:
+    output = found.output
     if loss is None:
-        return None, None
-    if known is None:
-        agreed_on = scale.note(loss, targets, heard.output.numel() // targets)
-        if agreed_on != loss.scale:
-            loss = loss_behind(likelihood, heard.output, heard.gradient, y, heard.value, agreed_on) or loss
-    counts = [int((loss.weights != 0).sum())] + [_counted(h, likelihood) for _, h, _ in calls[1:]]
-    return loss, loss.scale * sum(counts)
+        Q, targets = curvature(model, found, likelihood, seed), likelihood.targets(output)
+        return _Part(x, seed, output, None, targets, Q, None, found.refused)
+    counted = loss.weights != 0
+    Q = curvature(model, found, likelihood, seed, None if counted.all() else counted)
+    slopes = torch.tensor([loss.slope(output, d) for d in found.along], dtype=torch.float64)
+    return _Part(x, seed, output, loss, loss.scale * int(counted.sum()), Q, slopes, found.refused)
 
 
-def _counted(heard: Heard | None, likelihood: Likelihood) -> int:
-    if heard is None:
-        return 0
-    rows = heard.gradient.reshape(likelihood.targets(heard.output), -1)
-    return int((rows != 0).any(dim=1).sum())
+def _on(output: Tensor, call: Call, loss: Loss | None, likelihood: Likelihood) -> Loss | None:
+    """The loss on the examples of an output: the user's, or, where that is not known, −log p of the targets given."""
+    if loss is not None:
+        return loss.cut(len(output)) if len(output) < len(loss.weights) else loss
+    if call.y is None:
+        return None
+    y = call.y[: len(output)]
+    likelihood.check_targets(output, y)
+    left_in, rows = likelihood.left_in(y), output.ndim > 1 and output[..., 0].numel() == likelihood.targets(output)
+    weights = torch.ones_like(output[..., 0] if rows else output.flatten(1)[:, 0] if output.ndim > 1 else output)
+    return Loss(likelihood, 1.0, y, widened(weights if left_in is None else left_in.to(weights)), certain=False)
 
 
-def _examples(x: Any) -> int | None:
+def _examples(x: Any) -> int:
     """How many examples a batch has: the length of its first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
+    return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)

@@ -113,6 +113,8 @@ class BPRONG(Optimizer):
         )  # fmt: skip
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
+        if isinstance(self._rule, AutoStep):
+            self._rule.attach(self._parameters[-1])
 
     def _chosen(self, lr: object, momentum: float, *damping: float | Damping | None) -> LearningRateStep | AutoStep:
         """The rule that makes the steps."""

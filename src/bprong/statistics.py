@@ -87,9 +87,10 @@ class Statistics:
 
     def _attend(self) -> None:
         """What the listener keeps until the next step; it must not hold on to this object."""
-        evaluates = self.auto is not None and self.auto.evaluates(self.schedule.t)
-        self._listener.wanted = self.due or evaluates
-        self._listener.read = whole if evaluates else gradient_of if self._empirical else mask_by(self.likelihood)
+        self._listener.wanted = self.due or self.auto is not None
+        self._listener.read = (
+            whole if self.auto is not None else gradient_of if self._empirical else mask_by(self.likelihood)
+        )
 
     def heard(self) -> list[tuple[Any, Any]]:
         """The calls since the last step, each with what was kept of what was left at its output."""
