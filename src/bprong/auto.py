@@ -11,6 +11,7 @@ mode (Martens & Grosse 2015, section 6). What makes this safe at every batch siz
 - λ, split between Ž and D by their mean eigenvalues, doubles when the loss fell by less than a quarter of what the
   model promised, comes down slowly when it kept its promise, and stays within bounds.
 - α and μ are averaged over evaluations, and those are made at every fifth step after the first twenty.
+- A step that raised the loss by far is taken back; the next is half as long, and twenty are all evaluated.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = ["EARLY", "Auto", "Parts"]
 
 EARLY = (2, 6, 14)  # steps at which statistics are looked at again, since the first steps are the largest
 FIRST, EVERY = 20, 5  # evaluations at each of the first steps, then at every so many
+CAREFUL = 20  # steps that are evaluated, all of them, after one that was taken back
 LAMBDA, LEAST, MOST = 1e-3, 1e-3, 1.0  # λ at the start, and its bounds
 YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
 KEEP = 0.7  # of the averaged coefficients at each evaluation
@@ -61,6 +63,8 @@ class Memory:
     slope: float = 0.0  # ∇LᵀΔ there
     expected: float = 0.0  # (Qc) of Δ there: by how much the step made was to change it
     ratio: float | None = None
+    careful: int = 0  # the step until which all are evaluated
+    limit: float | None = None  # on ½dᵀFd, after a step that was taken back
     scale: float = 1.0  # the user's loss by the mean −log p of a target, and how many targets those were
     targets: int = 0
     scales: list[tuple[float, int]] = field(default_factory=list)
@@ -75,7 +79,7 @@ class Auto:
 
     def evaluates(self, t: int) -> bool:
         """Whether the quadratic model is made at step t."""
-        return t < FIRST or t % EVERY == 0
+        return t < max(FIRST, self.memory.careful) or t % EVERY == 0
 
     @property
     def s(self) -> float:
@@ -121,7 +125,8 @@ class Auto:
         if found is not None and metric is not None:
             return self._evaluated(t, slopes, found, metric, rate)
         c = {name: m.coefficients.get(name, 0.0) * (1.0 if name == "last" else rate) for name in slopes}
-        short, m.length = shortened(torch.tensor(list(c.values())).double(), self._estimated(c, slopes), self._bound())
+        coefficients = torch.tensor(list(c.values()), dtype=torch.float64)
+        short, m.length = shortened(coefficients, self._estimated(c, slopes), self._limit())
         return dict(zip(c, short.tolist(), strict=True))
 
     def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], rate: float) -> Parts:
@@ -134,12 +139,12 @@ class Auto:
         b[0] *= self.s
         most = [AT_MOST.get(name, math.inf) for name in names]
         c = minimiser(found.Q + penalty + m.lam * G, b, most)
-        c, _ = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
+        c, _ = shortened(c, float(c @ found.Q @ c) / 2, self._limit())
         if t >= FIRST:
             c = self._averaged(names, c)
         m.coefficients = dict(zip(names, c.tolist(), strict=True))
-        c = c * torch.tensor([1.0 if name == "last" else rate for name in names])
-        c, m.length = shortened(c, float(c @ found.Q @ c) / 2, self._bound())
+        c = c * torch.tensor([1.0 if name == "last" else rate for name in names], dtype=c.dtype)
+        c, m.length = shortened(c, float(c @ found.Q @ c) / 2, self._limit())
         m.expected = float((found.Q + penalty)[0] @ c)
         return dict(zip(names, c.tolist(), strict=True))
 
@@ -162,6 +167,11 @@ class Auto:
         own = NATS if loss is None else max(PART * loss, min(NATS, LATE * loss))
         return own if self.bound is None else min(own, self.bound)
 
+    def _limit(self) -> float:
+        """The bound, or, after a step that was taken back, less."""
+        limit = self.memory.limit
+        return self._bound() if limit is None else min(self._bound(), limit)
+
     def learn(self, found: Evaluation, c: Parts, change: float) -> bool:
         """λ from what the loss did; False: it went up so much, or out of all bounds, that the step is to be undone."""
         m = self.memory
@@ -170,15 +180,18 @@ class Auto:
         promised = float(found.slopes @ coefficients + coefficients @ found.Q @ coefficients / 2)
         m.ratio = change / promised if promised < 0 else None
         good = math.isfinite(change) and change <= 2 * self._bound()
+        if good and m.limit is not None:
+            m.limit = 2 * m.limit if m.limit < self._bound() else None
         if not good or (m.ratio is not None and m.ratio < 0.25):
             m.lam = min(MOST, m.lam * 2)
         elif m.ratio is not None and m.ratio > 0.75:
             m.lam = max(LEAST, m.lam / 1.1)
         return good
 
-    def undone(self) -> None:
-        """The step was taken back: the next goes on from where it stood, by itself and more carefully."""
+    def undone(self, t: int) -> None:
+        """Step t was taken back: the next goes on from where it stood, by itself and more carefully."""
         m = self.memory
+        m.careful, m.limit = t + CAREFUL, m.length / 4
         m.coefficients = {name: x / 2 for name, x in m.coefficients.items()}
         m.length = 0.0
 
@@ -209,7 +222,7 @@ def badly_scaled(z: Tensor) -> bool:
     or a unit that is nearly dead, take huge steps on the few examples that show it. Those have few rows behind their
     variance: n E[z²]² / E[z⁴] of them.
 
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> z = torch.randn(100, 3)
     >>> badly_scaled(z), badly_scaled(z * torch.tensor([1.0, 1e3, 1e-3])), badly_scaled(z * (torch.rand(100, 3) < 0.02))
     (False, True, False)

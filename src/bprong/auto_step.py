@@ -62,7 +62,7 @@ class AutoStep:
         _update_(parts, c, groups, states)
         self.pending = parts["whitened"] if found is not None else {}
         if found is not None and found.loss is not None and not auto.learn(found, c, found.change(statistics.model)):
-            self._undo_(states, groups)
+            self._undo_(states, groups, t)
 
     def _calls(self, groups: Groups, statistics: Statistics, factor: float) -> Calls:
         """The calls of a step with their losses, and the scale of the user's gradient; unless both are as before."""
@@ -122,13 +122,13 @@ class AutoStep:
             self._said.add(message)
             warnings.warn(f'lr="auto": {message}', WhiteningWarning, stacklevel=7)
 
-    def _undo_(self, states: States, groups: Groups) -> None:
+    def _undo_(self, states: States, groups: Groups, t: int) -> None:
         """Takes back an update that made things much worse; the next one starts from rest."""
         updates = {p: states[p][LAST] for p in groups if LAST in states[p]}
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}
-        self.auto.undone()
+        self.auto.undone(t)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_rescaled"}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bprong.errors import errors_of, roots_of
 from bprong.layers import WhitenedLinear
 from bprong.likelihood import Likelihood, likelihood_of
+from bprong.listening import unheard
 from bprong.moments import Moments, wide
 from bprong.recording import observed, record
 from bprong.taps import Call
@@ -83,7 +84,7 @@ def factors(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorica
     Convolutions, and layers too wide to be whitened as one block, are left out.
     """
     law, layers = likelihood_of(likelihood), _layers(model)
-    with observed(model, layers, x, seed=0, errors=True) as (output, calls):
+    with unheard(), observed(model, layers, x, seed=0, errors=True) as (output, calls):
         law.check(output)
         _refuse_non_finite(output)
         once = {call.layer: call for call in calls}
@@ -213,10 +214,11 @@ def second_moments(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """E[z̄z̄ᵀ] and E[δδᵀ] of every layer in its own coordinates, without keeping an error per example."""
     law, layers = likelihood_of(likelihood), _layers(model)
-    seen = record(
-        model, {name: (m, m.bias is not None) for name, m in layers.items()}, x, None,
-        likelihood=law, fisher="exact", errors=True, seed=0,
-    )  # fmt: skip
+    with unheard():
+        seen = record(
+            model, {name: (m, m.bias is not None) for name, m in layers.items()}, x, None,
+            likelihood=law, fisher="exact", errors=True, seed=0,
+        )  # fmt: skip
     sides = {}
     for name, m in seen.items():
         if m.z is not None and m.delta is not None:

@@ -21,7 +21,7 @@ def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
     """The c with the least ½cᵀAc + bᵀc among 0 ≤ c ≤ most; A (k, k) is positive semidefinite, k small.
 
     >>> A, b = torch.eye(2, dtype=torch.float64), torch.tensor([-1.0, -3.0], dtype=torch.float64)
-    >>> minimiser(A, b, [math.inf, 0.95]).tolist()
+    >>> minimiser(A, b, [math.inf, 0.95]).round(decimals=4).tolist()
     [1.0, 0.95]
     """
     scale = A.diagonal().clamp(min=1e-300).rsqrt()

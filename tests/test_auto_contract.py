@@ -1,0 +1,220 @@
+"""What lr="auto" owes its users: groups, schedulers, checkpoints, copies, no trace, and words where something fails."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+import bprong
+from bprong.schedule import WhiteningWarning
+from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
+from training import batches, train
+
+DATA = classification(60, 5, 3)
+
+
+def auto(model, **arguments):
+    return bprong.BPRONG(model, lr="auto", **arguments)
+
+
+def loss_of(model):
+    with torch.no_grad():
+        return float(F.cross_entropy(model(DATA[0]), DATA[1]))
+
+
+# Learning rates ---------------------------------------------------------------------------------------------------
+
+
+def test_the_group_starts_at_one_and_momentum_is_refused():
+    assert auto(mlp(5, 3)).param_groups[0]["lr"] == 1.0
+    with pytest.raises(ValueError, match="leave out momentum=0.9"):
+        auto(mlp(5, 3), momentum=0.9)
+
+
+@pytest.mark.parametrize("start", [0, 7, 23])
+def test_at_lr_zero_nothing_moves(start):
+    """From the beginning and in mid-training, the last update and all; and it goes on afterwards."""
+    model = mlp(5, 4, 3)
+    optimizer = auto(model)
+    train(model, optimizer, batches(*DATA, 20, start))
+    before = snapshot(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, batches(*DATA, 20, 7))
+    assert_unchanged(before, snapshot(model))
+    optimizer.param_groups[0]["lr"] = 1.0
+    reached = loss_of(model)
+    train(model, optimizer, batches(*DATA, 20, 20))
+    assert loss_of(model) < reached
+
+
+def test_lr_multiplies_the_step():
+    """The first one, as long as it stays within its bound."""
+    moved = []
+    for lr in (1.0, 0.1):
+        torch.manual_seed(1)
+        model = mlp(5, 4, 3)
+        before = snapshot(model)
+        optimizer = auto(model)
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, [DATA])
+        moved.append(model[0].weight - before["0.weight"])
+    assert_close(moved[1], 0.1 * moved[0], 1e-9)
+
+
+def test_groups_of_their_own_rates_keep_the_models_promise():
+    """A layer at lr 0 is as if it were frozen; at 0.1 the quadratic model knows of it, so λ does not run away."""
+    model = mlp(5, 4, 3)
+    frozen = copy.deepcopy(model)
+    optimizer = auto(model, params=[{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}])
+    train(model, optimizer, batches(*DATA, 20, 30))
+    other = auto(frozen, params=frozen[2].parameters())
+    train(frozen, other, batches(*DATA, 20, 30))
+    for name, value in snapshot(frozen).items():
+        assert_close(snapshot(model)[name], value, 1e-6, name)
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, batches(*DATA, 20, 30))
+    assert optimizer.report().auto["lambda"] < 0.05
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda t: 0.9**t),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1.0, total_steps=40, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=5, factor=0.5),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 40),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_run(name):
+    model = mlp(5, 4, 3)
+    optimizer = auto(model)
+    scheduler, before = SCHEDULERS[name](optimizer), loss_of(model)
+    for batch in batches(*DATA, 20, 40):
+        train(model, optimizer, [batch])
+        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    assert loss_of(model) < before / 2
+    assert optimizer.param_groups[0]["lr"] != 1.0
+
+
+# Going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t", [1, 7, 21, 23, 25])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_resumed_it_goes_on_bit_for_bit(t, decay):
+    """Right after an evaluation (1, 7, 21) and between two (23, 25); a norm's parameters follow Adam's rule."""
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
+        return model, auto(model, weight_decay=decay)
+
+    data = list(batches(*DATA, 20, 40))
+    model, optimizer = made()
+    train(model, optimizer, data[:t])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, data[t:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, resumed = made()
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(other, resumed, data[t:])
+    assert_unchanged(snapshot(model), snapshot(other))
+    assert resumed.report().auto == optimizer.report().auto
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("t", [4, 22])
+def test_copies_go_on_alike(clone, t):
+    """Gradients are clipped: the copy must see that of its own parameters."""
+
+    def clipped(model, optimizer, data):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    model = mlp(5, 4, 3)
+    optimizer = auto(model)
+    data = list(batches(*DATA, 20, 35))
+    clipped(model, optimizer, data[:t])
+    other, other_optimizer = clone((model, optimizer))
+    clipped(model, optimizer, data[t:])
+    clipped(other, other_optimizer, data[t:])
+    assert_unchanged(snapshot(model), snapshot(other))
+
+
+@pytest.mark.parametrize("t", [0, 3, 22])
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(t):
+    model = mlp(5, 4, 3)
+    optimizer = auto(model)
+    data = list(batches(*DATA, 20, 35))
+    train(model, optimizer, data[:t])
+    other, undisturbed = copy.deepcopy((model, optimizer))
+    optimizer.zero_grad()
+    (F.cross_entropy(model(data[0][0]), data[0][1]) * float("nan")).backward()
+    with pytest.warns(WhiteningWarning, match="nothing was changed"):
+        optimizer.step()
+    train(model, optimizer, data[t:])
+    train(other, undisturbed, data[t:])
+    assert_unchanged(snapshot(other), snapshot(model))
+
+
+# The report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_the_step_and_only_here():
+    model = mlp(5, 4, 3)
+    optimizer = auto(model)
+    assert optimizer.report().auto == {"alpha": None, "mu": None, "lambda": 1e-3, "ratio": None}
+    train(model, optimizer, batches(*DATA, 20, 3))
+    told = optimizer.report().auto
+    assert told["alpha"] > 0
+    assert 0 <= told["mu"] <= 0.95
+    assert told["ratio"] > 0
+    assert f"step: α {told['alpha']:.3g}, μ {told['mu']:.3g}, λ {told['lambda']:.3g}, actual/predicted" in str(
+        optimizer.report()
+    )
+    explicit = bprong.BPRONG(mlp(5, 3), lr=0.1).report()
+    assert explicit.auto == {}
+    assert "step:" not in str(explicit)
+
+
+# Worse before better ----------------------------------------------------------------------------------------------
+
+
+class Cliff(nn.Module):
+    """To first order all is well; a little further on the output is far off."""
+
+    def __init__(self, steep):
+        super().__init__()
+        self.layer, self.steep = nn.Linear(5, 3).double(), steep
+        self.register_buffer("start", self.layer.weight.detach().clone())
+
+    def forward(self, x):
+        far = (self.layer.weight - self.start).square().sum()
+        return self.layer(x) * (1 - self.steep * far)
+
+
+def test_a_step_that_makes_things_much_worse_is_undone_and_the_run_goes_on():
+    model = Cliff(1e6)
+    optimizer = auto(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WhiteningWarning)  # the weight is used in two ways
+        before, start = snapshot(model), loss_of(model)
+        train(model, optimizer, [DATA])
+        assert_close(model.layer.weight, before["layer.weight"], 1e-12)
+        assert optimizer.report().auto["lambda"] > 1e-3
+        for _ in range(40):
+            train(model, optimizer, [DATA])
+            assert loss_of(model) < start + 0.2
+        assert loss_of(model) < start
