@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -82,6 +83,7 @@ class AutoStep:
             m.scale = sum(loss.scale * int((loss.weights != 0).sum()) for loss in losses)
         elif targets != m.targets and all(call.y is not None for call in calls):
             m.scale = _compared(groups, told, statistics, auto.forward_mode) / factor
+        m.scale = 1.0 if math.isclose(m.scale, 1, rel_tol=1e-3) else m.scale  # means need no division
         m.targets = targets
         return told
 
