@@ -15,10 +15,10 @@ def batches(x, y, size, steps):
         yield x[chosen], y[chosen]
 
 
-def train(model, optimizer, data, call=None):
+def train(model, optimizer, data, call=None, loss=F.cross_entropy):
     for x, y in data:
         optimizer.zero_grad()
-        F.cross_entropy((call or model)(x), y).backward()
+        loss((call or model)(x), y).backward()
         optimizer.step()
     return model
 

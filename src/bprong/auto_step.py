@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bprong.auto import Auto, Parts
-from bprong.evaluation import Call, Evaluation, evaluated
+from bprong.evaluation import Call, Evaluation, evaluated, examples
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
@@ -222,6 +222,10 @@ def _seen(statistics: Statistics) -> list[Call]:
     heard = [(x, read if isinstance(read, Heard) else None) for x, read in statistics.heard()]
     if given := statistics.observed:
         reads = [read for _, read in heard] if len(heard) == len(given) else [None] * len(given)
+        reads = [
+            r if r is not None and len(r.output) == examples(x) else None
+            for r, (x, *_) in zip(reads, given, strict=True)
+        ]
         return [Call(x, read, y) for (x, y, _), read in zip(given, reads, strict=True)]
     return [Call(x, read, None) for x, read in heard if read is not None] or [Call(x, None, None) for x, _ in heard]
 

@@ -21,7 +21,7 @@ from bprong.loss_scale import agreed
 from bprong.moments import widened
 from bprong.user_loss import Loss, loss_behind
 
-__all__ = ["Call", "Evaluation", "Scale", "evaluated"]
+__all__ = ["Call", "Evaluation", "Scale", "evaluated", "examples"]
 
 Vector = Mapping[Tensor, Tensor]  # a direction: what each parameter moves by
 PART, ENOUGH = 4, 64  # curvature is taken on a quarter of a batch, or on so many examples of a small one
@@ -154,7 +154,7 @@ def evaluated(
 ) -> Evaluation:
     """The quadratic model on the calls of a step and their losses; whole: on all examples, not a part of them."""
     dtype = next(model.parameters()).dtype
-    lengths = [_examples(call.x) for call, _ in calls]
+    lengths = [examples(call.x) for call, _ in calls]
     left = sum(lengths) if whole else max(sum(lengths) // PART, min(sum(lengths), ENOUGH))
     parts: list[_Part] = []
     for i, ((call, loss), length) in enumerate(zip(calls, lengths, strict=True)):
@@ -193,6 +193,6 @@ def _on(output: Tensor, call: Call, loss: Loss | None, likelihood: Likelihood) -
     return Loss(likelihood, 1.0, y, widened(weights if left_in is None else left_in.to(weights)), certain=False)
 
 
-def _examples(x: Any) -> int:
+def examples(x: Any) -> int:
     """How many examples a batch has: the length of its first tensor."""
     return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)
