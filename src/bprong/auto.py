@@ -34,14 +34,14 @@ from bprong.whitening import Damping
 
 __all__ = ["EARLY", "Auto", "Parts"]
 
-EARLY = (2, 6, 14)  # steps at which statistics are looked at again, since the first steps are the largest
-FIRST, EVERY = 20, 5  # evaluations at each of the first steps, then at every so many
+EARLY = (2, 6)  # steps at which statistics are looked at again, since the first steps are the largest
+FIRST, EVERY = 20, 10  # evaluations at each of the first steps, then at every so many
 CAREFUL = 20  # steps that are evaluated, all of them, after one that was taken back
 LAMBDA, LEAST, MOST = 1e-3, 1e-3, 1.0  # λ at the start, and its bounds
 YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
 KEEP = 0.7  # of the averaged coefficients at each evaluation
 HONEST = 0.8  # of the sums behind s at each evaluation
-LEAST_TRUE = 1e-3  # of a slope
+LEAST_TRUE = 0.05  # of a slope: with few batches an epoch, the next one is biased against the last
 AT_MOST = {"last": 0.95, "adam": 10.0}  # μ, and β in thousandths
 RECENT = 0.9  # of the averaged loss at each step
 NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
