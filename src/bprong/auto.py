@@ -35,7 +35,7 @@ from bprong.whitening import Damping
 __all__ = ["EARLY", "Auto", "Parts"]
 
 EARLY = (2, 6)  # steps at which statistics are looked at again, since the first steps are the largest
-FIRST, EVERY = 20, 10  # evaluations at each of the first steps, then at every so many
+FIRST, EVERY = 20, 10  # evaluations at each of the first ten steps, every second of ten more, then every tenth
 CAREFUL = 20  # steps that are evaluated, all of them, after one that was taken back
 LAMBDA, LEAST, MOST = 1e-3, 1e-3, 1.0  # λ at the start, and its bounds
 YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
@@ -79,7 +79,7 @@ class Auto:
 
     def evaluates(self, t: int) -> bool:
         """Whether the quadratic model is made at step t."""
-        return t < max(FIRST, self.memory.careful) or t % EVERY == 0
+        return t < max(FIRST // 2, self.memory.careful) or (t < FIRST and t % 2 == 0) or t % EVERY == 0
 
     @property
     def s(self) -> float:

@@ -176,7 +176,7 @@ def _measured(
         return _Part(x, seed, output, None, targets, Q, None, found.refused)
     counted = loss.weights != 0
     Q = curvature(model, found, likelihood, seed, None if counted.all() else counted)
-    slopes = torch.tensor([loss.slope(output, d) for d in found.along], dtype=torch.float64)
+    slopes = torch.tensor(loss.slopes(output, found.along), dtype=torch.float64)
     return _Part(x, seed, output, loss, loss.scale * int(counted.sum()), Q, slopes, found.refused)
 
 

@@ -11,10 +11,14 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = ["minimiser", "shortened"]
+
+Vector = npt.NDArray[np.float64]
 
 
 def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
@@ -29,20 +33,21 @@ def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
     # that are nearly parallel share a step instead of cancelling one another.
     unit = A * scale[:, None] * scale + 1e-6 * torch.eye(len(b), dtype=A.dtype)
     g, top = b * scale, [m / float(s) for m, s in zip(most, scale, strict=True)]
-    value = {c: float(c @ unit @ c / 2 + g @ c) for c in _candidates(unit, g, top)}
-    return min(value, key=lambda c: value[c]) * scale + 0.0  # no −0
+    H, h = unit.numpy(), g.numpy()  # whose calls take a tenth of torch's time
+    found = min(_candidates(H, h, top), key=lambda c: float(c @ H @ c / 2 + h @ c))
+    return torch.from_numpy(found) * scale + 0.0  # no −0
 
 
-def _candidates(A: Tensor, b: Tensor, most: Sequence[float]) -> Iterator[Tensor]:
+def _candidates(A: Vector, b: Vector, most: Sequence[float]) -> Iterator[Vector]:
     """Of all ways to hold some coordinates at 0 or at their most, the minimum over the others where that is allowed."""
     for held in product((None, 0.0, 1.0), repeat=len(b)):
         if any(h == 1.0 and math.isinf(m) for h, m in zip(held, most, strict=True)):
             continue
-        c = torch.tensor([h * m if h else 0.0 for h, m in zip(held, most, strict=True)], dtype=A.dtype)
+        c = np.array([h * m if h else 0.0 for h, m in zip(held, most, strict=True)])
         free = [i for i, h in enumerate(held) if h is None]
         if free:
-            c[free] = -torch.linalg.solve(A[free][:, free], (b + A @ c)[free])
-        if all(0 <= float(x) <= m for x, m in zip(c, most, strict=True)):
+            c[free] = -np.linalg.solve(A[free][:, free], (b + A @ c)[free])
+        if all(0 <= x <= m for x, m in zip(c, most, strict=True)):
             yield c
             if len(free) == len(b):  # nothing is held: the minimum of all
                 return

@@ -9,6 +9,7 @@ its value, and not in G.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,14 +60,14 @@ class Loss:
         counts = self.weights.flatten() != 0
         return float(self._nll(output)[counts].mean())
 
-    def slope(self, output: Tensor, along: Tensor) -> float:
-        """The derivative of that mean, weights included, when the output moves so."""
+    def slopes(self, output: Tensor, along: Sequence[Tensor]) -> list[float]:
+        """The derivatives of that mean, weights included, when the output moves so."""
         counts = max(1, int((self.weights != 0).sum()))
         with torch.enable_grad():
             leaf = widened(output.detach()).requires_grad_()
             w = self.weights.flatten()
             (g,) = torch.autograd.grad(torch.where(w == 0, 0, w * self._each(leaf)).sum(), leaf)
-        return float((g * along).sum()) / counts
+        return [float((g * d).sum()) / counts for d in along]
 
     def cut(self, count: int) -> Loss:
         """Of the first examples alone."""
