@@ -157,7 +157,7 @@ def paper_network(options: argparse.Namespace) -> None:
     runs = read(options.out, "paper")
     entries = [(method, lr) for method, rates in ((OURS, ["auto"]), ("bn-adam", PAPER_RATES)) for lr in rates]
     for seed in options.seeds:
-        racing = [Run("paper", paper(b, 0), method, lr, seed) for method, lr in entries for b in (100, 500)]
+        racing = [Run("paper", paper(b, 0), method, lr, seed) for method, lr in entries for b in (100, 500, 1000)]
         racing = [run for run in racing if run.key not in runs]
         for run in racing:
             run.record()

@@ -37,7 +37,7 @@ class Expert:
     examples          measure on this many examples of a batch at most
     seed              of the targets drawn; by default torch's initial seed
     max_dim           sides with more features than this are whitened in blocks, or by the channels of a convolution
-    solver            "exact" inverses, "low-rank" ones, within 30 % of the exact step in the metric of the side itself,
+    solver            "exact" inverses, "low-rank" ones, within half of the exact step in the metric of the side itself,
                       or "auto": low rank for wide sides where it makes steps cheaper
     channels          whiten the inputs of convolutions by their channels alone, whatever their size
     """

@@ -24,7 +24,7 @@ Inverse = Tensor | LowRank
 WIDE = 256  # features from which on low rank is tried
 PAYS = 0.25  # of the features: the largest rank that makes training cheaper
 LONGEST = 16  # refreshes for which low rank is not tried again, at most
-TOLERANCE = 0.3  # how far, relatively, a low-rank step may be from the exact one (`LowRank.error`)
+TOLERANCE = 0.5  # how far, relatively, a low-rank step may be from the exact one (`LowRank.error`)
 
 
 @dataclass

@@ -136,7 +136,7 @@ def inverse(
     >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
     [0.25, 1.0]
     """
-    _check_second(second)
+    _check_square(second)
     second, damped = second.to(torch.float64), Damping.of(damping)
     # Only a damping that differs between coordinates asks for units of its own; one triangle is read, so neither is
     # the moment symmetrised: each would go through as much memory as the factorisation itself.
@@ -150,10 +150,10 @@ def inverse(
     damped_moment.diagonal(dim1=-2, dim2=-1).add_(epsilon)
     with _failures_named():
         found = _by_cholesky(damped_moment)
-        if found is None:
+        if found is None or not finite(found):  # which a moment that is not finite leads to as well
             U = _eigh(_symmetrised(scaled) / weight, epsilon)[0]
             found = U.mT @ U
-    _check_finite(found)
+            _check_finite(found)
     return found.div_(outer(root, root).to(found)) if damped.relative_to == "variance" else found
 
 
@@ -226,9 +226,13 @@ def _identity(like: Tensor) -> Tensor:
 _ROOTS: dict[str, Callable[[Tensor, float], Root]] = {"eigh": _eigh, "cholesky": _cholesky, "symmetric": _symmetric}
 
 
-def _check_second(second: Tensor) -> None:
+def _check_square(second: Tensor) -> None:
     if second.ndim not in (2, 3) or second.shape[-2] != second.shape[-1] or second.numel() == 0:
         raise ValueError(f"a second moment is a square matrix, not a tensor of {tuple(second.shape)}")
+
+
+def _check_second(second: Tensor) -> None:
+    _check_square(second)
     # LAPACK's eigh returns numbers for NaN input without complaint, so finiteness is tested here.
     if not finite(second):
         raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")
