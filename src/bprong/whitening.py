@@ -146,7 +146,7 @@ def inverse(
     epsilon = damped.value * unit / root.square()
     single = dtype == torch.float32 and _safe_in_single(scaled, epsilon * weight)
     precision = torch.float32 if single else torch.float64
-    damped_moment = scaled.to(precision, copy=True).div_(weight)
+    damped_moment = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=precision))
     damped_moment.diagonal(dim1=-2, dim2=-1).add_(epsilon)
     with _failures_named():
         found = _by_cholesky(damped_moment)
