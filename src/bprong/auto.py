@@ -10,7 +10,7 @@ mode (Martens & Grosse 2015, section 6). What makes this safe at every batch siz
 - The step's ½dᵀFd, how far the predictions move, is bounded by a part of the loss that is left.
 - λ, split between Ž and D by their mean eigenvalues, doubles when the loss fell by less than a quarter of what the
   model promised, comes down slowly when it kept its promise, and stays within bounds.
-- α and μ are averaged over evaluations, and those are made at every fifth step after the first twenty.
+- α and μ are averaged over evaluations, and those are made at every tenth step after the first twenty.
 - A step that raised the loss by far is taken back; the next is half as long, and twenty are all evaluated.
 """
 
