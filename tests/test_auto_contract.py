@@ -12,21 +12,10 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import bprong
+from automatic import DATA, auto, loss_of
 from bprong.schedule import WhiteningWarning
-from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
+from helpers import assert_close, assert_unchanged, mlp, snapshot
 from training import batches, train
-
-DATA = classification(60, 5, 3)
-
-
-def auto(model, **arguments):
-    return bprong.BPRONG(model, lr="auto", **arguments)
-
-
-def loss_of(model):
-    with torch.no_grad():
-        return float(F.cross_entropy(model(DATA[0]), DATA[1]))
-
 
 # Learning rates ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,18 @@
+"""What the tests of lr="auto" share."""
+
+import torch
+import torch.nn.functional as F
+
+import bprong
+from helpers import classification
+
+DATA = classification(60, 5, 3)
+
+
+def auto(model, **arguments):
+    return bprong.BPRONG(model, lr="auto", **arguments)
+
+
+def loss_of(model):
+    with torch.no_grad():
+        return float(F.cross_entropy(model(DATA[0]), DATA[1]))
