@@ -22,6 +22,8 @@ from training import batches, train
 
 def test_the_group_starts_at_one_and_momentum_is_refused():
     assert auto(mlp(5, 3)).param_groups[0]["lr"] == 1.0
+    with pytest.raises(ValueError, match="a number or \"auto\", not 'automatic'"):
+        bprong.BPRONG(mlp(5, 3), lr="automatic")
     with pytest.raises(ValueError, match="leave out momentum=0.9"):
         auto(mlp(5, 3), momentum=0.9)
 

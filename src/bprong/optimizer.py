@@ -92,6 +92,8 @@ class BPRONG(Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"BPRONG takes the model itself, to measure it, not a {type(model).__name__}")
         refuse_distributed(model)
+        if isinstance(lr, str) and lr != "auto":
+            raise ValueError(f'lr must be a number or "auto", not {lr!r}')
         if nesterov and not momentum:
             raise ValueError("nesterov needs a momentum above 0")
         defaults = {
