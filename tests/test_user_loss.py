@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from bprong.evaluation import Call, Scale
 from bprong.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from bprong.listening import Heard
 from bprong.running_loss import running_loss
 from bprong.user_loss import loss_behind
 from helpers import assert_close, mlp
@@ -345,3 +347,31 @@ def test_from_a_hook_in_the_users_own_backward_pass():
     nn.functional.mse_loss(output, y).backward()
     assert found[0].scale == 2 / 16
     assert_close(found[0].y, y, 1e-12)
+
+
+# A part of a batch ----------------------------------------------------------------------------------------------------
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)
+KINDS = {
+    "hard": (Categorical(), F.cross_entropy),
+    "smoothed": (Categorical(), lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1)),
+    "weighted": (Categorical(), lambda f, y: F.cross_entropy(f, y, weight=WEIGHTS)),
+    "ignored": (Categorical(), lambda f, y: F.cross_entropy(f, y.masked_fill(torch.arange(len(y)) % 3 == 0, -100))),
+    "soft": (Categorical(), lambda f, y: F.cross_entropy(f, random(f.shape, 1).softmax(dim=-1))),
+    "bits": (Bernoulli(), lambda f, y: F.binary_cross_entropy_with_logits(f, F.one_hot(y, 4).double())),
+    "numbers": (Gaussian(), lambda f, y: F.mse_loss(f, F.one_hot(y, 4).double())),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_behind_a_part_of_a_batch_is_that_part_of_the_whole_ones(kind):
+    likelihood, loss_of = KINDS[kind]
+    f, y = random((100, 4), 0).requires_grad_(), torch.arange(100) % 4
+    value = loss_of(f, y)
+    (G,) = torch.autograd.grad(value, f)
+    call = Call(f, Heard(f.detach(), G, value.detach()), None)
+    whole, part = (call.loss(likelihood, Scale(), count) for count in (100, 30))
+    assert part.scale == pytest.approx(whole.scale, rel=1e-9)
+    for whole_, part_ in ((whole.y, part.y), (whole.weights, part.weights)):
+        assert_close(part_[:30].double(), whole_[:30].double(), 1e-9)
+    assert (len(part.weights) == 30) == (kind in ("hard", "smoothed", "ignored", "bits"))

@@ -45,6 +45,7 @@ LEAST_TRUE = 0.05  # of a slope: with few batches an epoch, the next one is bias
 AT_MOST = {"last": 0.95, "adam": 10.0}  # μ, and β in thousandths
 RECENT = 0.9  # of the averaged loss at each step
 NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
+GENTLE = 0.25  # of that bound for the first step; twice as much for each one after it that was good
 SPREAD = 1e4  # of variances, above which each is the unit of its own damping
 Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
 
@@ -117,14 +118,14 @@ class Auto:
     ) -> Parts:
         """The coefficients of a step.
 
-        slopes: of the loss along the directions, penalty and all
+        slopes: of the loss along the directions, penalty and all; between evaluations that of Δ alone is enough
         metric: (k, k) the directions' products, which λ multiplies, and the penalty's curvature
         rate:   the group's lr, a multiplier on α
         """
         m = self.memory
         if found is not None and metric is not None:
             return self._evaluated(t, slopes, found, metric, rate)
-        c = {name: m.coefficients.get(name, 0.0) * (1.0 if name == "last" else rate) for name in slopes}
+        c = {name: x * (1.0 if name == "last" else rate) for name, x in m.coefficients.items()}
         coefficients = torch.tensor(list(c.values()), dtype=torch.float64)
         short, m.length = shortened(coefficients, self._estimated(c, slopes), self._limit())
         return dict(zip(c, short.tolist(), strict=True))
@@ -134,6 +135,7 @@ class Auto:
         if found.loss is not None:
             keep = RECENT ** (1 if t < FIRST else EVERY)
             m.loss = found.loss if m.loss is None else keep * m.loss + (1 - keep) * found.loss
+            m.limit = GENTLE * self._bound() if t == 0 else m.limit
         b = torch.tensor([slopes[name] for name in names], dtype=torch.float64)
         m.slope, m.curvature = float(b[0]), {name: float(q) for name, q in zip(names, found.Q.diagonal(), strict=True)}
         b[0] *= self.s
@@ -159,7 +161,7 @@ class Auto:
         """½dᵀFd between evaluations: curvature along Δ goes with its slope, along Δ₀ with what the last step's was."""
         m = self.memory
         along = m.curvature.get("whitened", 0.0) * max(0.0, slopes["whitened"] / min(m.slope, -1e-300))
-        length = c["whitened"] ** 2 * along / 2 + c.get("last", 0.0) ** 2 * m.length
+        length = c.get("whitened", 0.0) ** 2 * along / 2 + c.get("last", 0.0) ** 2 * m.length
         return length + c.get("adam", 0.0) ** 2 * m.curvature.get("adam", 0.0) / 2
 
     def _bound(self) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bprong.auto import Auto, Parts
-from bprong.evaluation import Call, Evaluation, evaluated, examples
+from bprong.evaluation import Call, Evaluation, enough, evaluated, examples
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
@@ -56,8 +56,9 @@ class AutoStep:
         rate = max(float(group["lr"]) for group in groups.values())
         shares = {p: float(group["lr"]) / rate if rate else 1.0 for p, group in groups.items()}
         parts = self._directions(gradients, states, statistics, shares)
-        slopes = {name: _dot(gradients, d) for name, d in parts.items()}
-        found = self._evaluate(parts, calls, statistics) if auto.evaluates(t) else None
+        evaluates = auto.evaluates(t)
+        slopes = {name: _dot(gradients, d) for name, d in parts.items() if evaluates or name == "whitened"}
+        found = self._evaluate(parts, calls, statistics) if evaluates else None
         metric = None if found is None else _metric(parts, statistics.layers.values(), groups, scale)
         c = auto.choose(t, slopes, found, metric, rate)
         _update_(parts, c, groups, states)
@@ -77,10 +78,11 @@ class AutoStep:
                 'lr="auto" has no batch to measure the step on: the model given to the optimizer was not called in '
                 "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
             )
-        told = [(call, call.loss(likelihood, auto.scale())) for call in calls]
-        losses = [loss for _, loss in told if loss is not None]
-        if len(losses) == len(told):
-            m.scale = sum(loss.scale * int((loss.weights != 0).sum()) for loss in losses)
+        count = enough(calls) if statistics.schedule.t else sum(examples(call.x) for call in calls)
+        told = [(call, call.loss(likelihood, auto.scale(), count)) for call in calls]
+        scales = [loss.scale * call.targets(likelihood) for call, loss in told if loss is not None]
+        if len(scales) == len(told):
+            m.scale = sum(scales)
         elif targets != m.targets and all(call.y is not None for call in calls):
             m.scale = _compared(groups, told, statistics, auto.forward_mode) / factor
         m.scale = 1.0 if math.isclose(m.scale, 1, rel_tol=1e-3) else m.scale  # means need no division
@@ -176,7 +178,8 @@ def _slow_(groups: Groups, states: States) -> None:
 def _update_(parts: Mapping[str, Vector], c: Parts, groups: Groups, states: States) -> None:
     """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀."""
     for p in groups:
-        states[p].setdefault(LAST, torch.zeros_like(p))
+        if LAST not in states[p]:
+            states[p][LAST] = torch.zeros_like(p)
     updates = [states[p][LAST] for p in groups]
     torch._foreach_mul_(updates, c.get("last", 0.0))
     for name in ("whitened", "adam"):

@@ -6,7 +6,7 @@ user's gradient divided by κ times the number of targets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,10 @@ from bprong.loss_scale import agreed
 from bprong.moments import widened
 from bprong.user_loss import Loss, loss_behind
 
-__all__ = ["Call", "Evaluation", "Scale", "evaluated", "examples"]
+__all__ = ["Call", "Evaluation", "Scale", "enough", "evaluated", "examples"]
 
 Vector = Mapping[Tensor, Tensor]  # a direction: what each parameter moves by
-PART, ENOUGH = 4, 64  # curvature is taken on a quarter of a batch, or on so many examples of a small one
+PART, ENOUGH = 8, 64  # curvature is taken on an eighth of a batch, or on so many examples of a small one
 SETTLED, MOST = 20, 60  # estimates of κ after which none are made for batches of sizes seen before, and none at all
 
 
@@ -77,19 +77,26 @@ class Call:
         left_in = None if self.y is None else likelihood.left_in(self.y)
         return int(left_in.sum()) if left_in is not None else 0 if self.y is None else len(self.y)
 
-    def loss(self, likelihood: Likelihood, scale: Scale) -> Loss | None:
-        """The user's loss, if what was heard tells it."""
+    def loss(self, likelihood: Likelihood, scale: Scale, count: int) -> Loss | None:
+        """The user's loss, if what was heard tells it: of so many examples, if these leave no doubt, or of all."""
         if self.heard is None:
             return None
-        output, G, value = self.heard.output, self.heard.gradient, self.heard.value
-        targets = self.targets(likelihood)
-        loss = loss_behind(likelihood, output, G, self.y, value)
+        output, targets = self.heard.output, self.targets(likelihood)
+        loss = self._behind(likelihood, count) if count < len(output) else None
+        if loss is None or not loss.certain or bool((loss.weights > 1).any()):  # weights are one on average over all
+            loss = self._behind(likelihood, len(output))
         known = scale.of(targets) if loss is None or not loss.certain else None
         if known is None and loss is not None:
             known = scale.note(loss, targets, output.numel() // likelihood.targets(output))
         if known is not None and (loss is None or known != loss.scale):
-            loss = loss_behind(likelihood, output, G, self.y, value, known) or loss
+            loss = self._behind(likelihood, len(output), known) or loss
         return loss
+
+    def _behind(self, likelihood: Likelihood, count: int, scale: float | None = None) -> Loss | None:
+        assert self.heard is not None
+        output, gradient = self.heard.output[:count], self.heard.gradient[:count]
+        y = None if self.y is None else self.y[:count]
+        return loss_behind(likelihood, output, gradient, y, self.heard.value, scale)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ def evaluated(
     """The quadratic model on the calls of a step and their losses; whole: on all examples, not a part of them."""
     dtype = next(model.parameters()).dtype
     lengths = [examples(call.x) for call, _ in calls]
-    left = sum(lengths) if whole else max(sum(lengths) // PART, min(sum(lengths), ENOUGH))
+    left = sum(lengths) if whole else enough(call for call, _ in calls)
     parts: list[_Part] = []
     for i, ((call, loss), length) in enumerate(zip(calls, lengths, strict=True)):
         if parts and left <= 0:
@@ -191,6 +198,12 @@ def _on(output: Tensor, call: Call, loss: Loss | None, likelihood: Likelihood) -
     left_in, rows = likelihood.left_in(y), output.ndim > 1 and output[..., 0].numel() == likelihood.targets(output)
     weights = torch.ones_like(output[..., 0] if rows else output.flatten(1)[:, 0] if output.ndim > 1 else output)
     return Loss(likelihood, 1.0, y, widened(weights if left_in is None else left_in.to(weights)), certain=False)
+
+
+def enough(calls: Iterable[Call]) -> int:
+    """How many examples of a step's calls curvature is taken on."""
+    total = sum(examples(call.x) for call in calls)
+    return max(total // PART, min(total, ENOUGH))
 
 
 def examples(x: Any) -> int:

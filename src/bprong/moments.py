@@ -96,10 +96,11 @@ def input_moments(z: Tensor, centre: bool = True, blocks: int = 0) -> Moments:
     if not centre:
         return Moments(float(len(rows)), None, _scatter(rows))
     # The first row as the origin: constant features then have a variance of exactly zero, not one of rounding.
-    shifted = rows - rows[0]
-    shift = shifted.mean(dim=0)
-    shifted -= shift
-    return Moments(float(len(rows)), rows[0] + shift, _scatter(shifted))
+    first = rows[0].clone()
+    rows -= first
+    shift = rows.mean(dim=0)
+    rows -= shift
+    return Moments(float(len(rows)), first + shift, _scatter(rows))
 
 
 def error_moments(delta: Tensor, targets: int, blocks: int = 0) -> Moments:
@@ -145,13 +146,16 @@ def rows_of(values: Tensor, blocks: int = 0) -> Tensor:
 
 def wide(values: Tensor) -> Tensor:
     """A detached float64 copy, on the tensor's own device or, where that has no float64, on the CPU."""
-    return widened(values.detach().clone())
+    return values.detach().to(_roomy(values), torch.float64, copy=True)
 
 
 def widened(values: Tensor) -> Tensor:
     """The same in float64, gradients and all."""
-    device = torch.device("cpu") if values.device.type == "mps" else values.device
-    return values.to(device, torch.float64)
+    return values.to(_roomy(values), torch.float64)
+
+
+def _roomy(values: Tensor) -> torch.device:
+    return torch.device("cpu") if values.device.type == "mps" else values.device
 
 
 def _describe(moments: Moments) -> str:

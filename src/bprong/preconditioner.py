@@ -43,6 +43,7 @@ class Preconditioner:
     moments:  what they were made from, by side
     refreshed_at: the step at which each side was refreshed
     attempts: when low rank is worth another try, by side
+    exact_first: refreshes before the first try, where they follow each other too soon for it to pay
     white:    how far from white the last batch measured was, in the coordinates then in force, by side; continuously,
               the last few, damping included
     level:    the mean eigenvalue of each side as last measured, and the observations behind it
@@ -53,6 +54,7 @@ class Preconditioner:
     inputs: Blocks
     outputs: Blocks
     solver: Solver = "exact"
+    exact_first: int = 0
     UU: Inverse | None = None
     c: Tensor | None = None
     q: Tensor | None = None
@@ -135,7 +137,7 @@ class Preconditioner:
     ) -> None:
         """Takes the inverse for new moments; raises WhiteningError, with nothing changed, where there is none."""
         if found is None:
-            attempts = self.attempts.setdefault(side, Attempts())
+            attempts = self.attempts.setdefault(side, Attempts(self.exact_first))
             solver, start = attempts.solver(self.solver), self.RR if side == "backward" else self.UU
             found = solve(moments.scatter, damping, like, solver, start, moments.weight)
             attempts.took(solver, found)
@@ -161,8 +163,8 @@ class Preconditioner:
 class Layer(Preconditioner):
     """A unit of the user's model with its preconditioner."""
 
-    def __init__(self, unit: Unit, solver: Solver) -> None:
-        super().__init__(unit.forward, unit.backward, solver)
+    def __init__(self, unit: Unit, solver: Solver, exact_first: int = 0) -> None:
+        super().__init__(unit.forward, unit.backward, solver, exact_first)
         self.unit, self.name, self.weight, self.bias = unit, unit.name, unit.weight, unit.bias
 
     def note(self, measured: Measured) -> None:

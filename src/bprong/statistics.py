@@ -56,7 +56,8 @@ class Statistics:
     ) -> None:
         self.root, self.auto = model, auto
         self.model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        self.layers = {unit.name: Layer(unit, solver) for unit in covered_units(self.model, limits)}
+        units, exact_first = covered_units(self.model, limits), len(settings.early) + 1 if settings.early else 0
+        self.layers = {unit.name: Layer(unit, solver, exact_first) for unit in units}
         if not self.layers:
             raise ValueError(f"{type(self.model).__name__} has no layer that could be whitened: {COVERED}")
         self.covered = {p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None}
