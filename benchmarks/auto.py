@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from auto_figures import draw_auto, draw_general
-from auto_problems import CODER, DEEP_MLPS, PROBLEMS, Run, paper
+from auto_problems import CODER, DEEP_MLPS, PROBLEMS, VARIANTS, Run, paper
 from auto_results import LONG, LOSS_AIM, OURS, RIGHT_AIM, Row, Runs, read, tables, toil, write
 
 CODER_RATES = {
@@ -38,8 +38,7 @@ KEPT = 2  # learning rates a method that go on after the screening
 LONG_RATE = 2e-3  # of BN+Adam's long run, falling linearly to 0
 GENERAL = [
     (OURS, "auto"),
-    (f"{OURS}, weight decay 1e-4", "auto"),
-    (f"{OURS}, weight decay 1e-3", "auto"),
+    *((f"{OURS}, {variant}", "auto") for variant in VARIANTS),
     ("adam", "1e-3"),
     ("sgd", "0.1"),
 ]

@@ -30,6 +30,7 @@ STYLES = {
     "sgd": Style("#7a7f87", DOTTED, "D"),
     f"{OURS}, weight decay 1e-4": Style("#b07a00", DASHED, "s"),
     f"{OURS}, weight decay 1e-3": Style("#6a4fb3", DASH_DOT, "P"),
+    f"{OURS}, strong damping": Style("#00795e", DASHED, "D"),
     f"{OURS}, averaged weights": Style("#0072b2", LONG, "h"),
 }
 SHORT = {OURS: "BPRONG-auto"}

@@ -28,6 +28,13 @@ DEEP = [64] * 30 + [10]  # thirty linear layers
 NOISE = 0.1  # of the regression's targets: a mean squared error of 0.01 is all there is to reach
 
 
+VARIANTS: dict[str, dict[str, float]] = {  # by what is added to our name
+    "weight decay 1e-4": {"weight_decay": 1e-4},
+    "weight decay 1e-3": {"weight_decay": 1e-3},
+    "strong damping": {"forward_damping": 1.0, "backward_damping": 0.1},  # ε₁ε₂ = 0.1 where λ is 1e-3 at most
+}
+
+
 def ours(model: nn.Module, likelihood: str, **settings: Any) -> Optimizer:
     """The one setting; `settings` only where a benchmark is about them."""
     return bprong.BPRONG(model, likelihood=likelihood, lr="auto", **settings)
@@ -192,8 +199,7 @@ class Run:
         self.average = AveragedModel(self.model, multi_avg_fn=average) if averaged else None
         torch.manual_seed(seed)
         if method.startswith(OURS):
-            settings = {"weight_decay": float(decay)} if (decay := method.partition("decay ")[2]) else {}
-            self.optimizer = ours(self.model, problem.likelihood, **settings)
+            self.optimizer = ours(self.model, problem.likelihood, **VARIANTS.get(method.partition(", ")[2], {}))
         else:
             self.optimizer = METHODS[method](self.model, float(lr))
         self.source = batches(self.data.x, self.data.y, self.batch, seed)

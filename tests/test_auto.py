@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.auto import GENTLE, LEAST, YOUNG, badly_scaled
+from bprong.auto import GENTLE, LAMBDA, YOUNG, badly_scaled
 from bprong.fisher import factors, fisher_matrices
 from bprong.listening import unheard
 from bprong.quadratic import minimiser
@@ -101,7 +101,7 @@ def test_the_first_two_steps_are_the_minimum_of_the_quadratic_model(likelihood, 
     go a quarter of the bound, the second half of it."""
     model, x, y = problem(likelihood)
     optimizer = auto(model, likelihood, every=1, weight_decay=decay)
-    last, pending, lam, true, promised, expected, slope, averaged = None, None, LEAST, 1.0, 1.0, 0.0, 0.0, 0.0
+    last, pending, lam, true, promised, expected, slope, averaged = None, None, LAMBDA, 1.0, 1.0, 0.0, 0.0, 0.0
     most = 0.0
     for first in (True, False):
         loss, gradients = gradients_of(model, x, y, likelihood, decay)

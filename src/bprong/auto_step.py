@@ -62,6 +62,10 @@ class AutoStep:
         metric = None if found is None else _metric(parts, statistics.layers.values(), groups, scale)
         c = auto.choose(t, slopes, found, metric, rate)
         _update_(parts, c, groups, states)
+        if statistics.due:  # for the report; not worth its price at every step
+            for layer in statistics.layers.values():
+                if (last := states[layer.weight].get(LAST)) is not None:
+                    layer.step_norm = float(layer.unit.own(last).norm())
         self.pending = parts["whitened"] if found is not None else {}
         if found is not None and found.loss is not None and not auto.learn(found, c, found.change(statistics.model)):
             self._undo_(states, groups, t)
