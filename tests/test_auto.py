@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.auto import GENTLE, LAMBDA, YOUNG, badly_scaled
+from bprong.auto import LAMBDA, YOUNG, badly_scaled
 from bprong.fisher import factors, fisher_matrices
 from bprong.listening import unheard
 from bprong.quadratic import minimiser
@@ -102,11 +102,10 @@ def test_the_first_two_steps_are_the_minimum_of_the_quadratic_model(likelihood, 
     model, x, y = problem(likelihood)
     optimizer = auto(model, likelihood, every=1, weight_decay=decay)
     last, pending, lam, true, promised, expected, slope, averaged = None, None, LAMBDA, 1.0, 1.0, 0.0, 0.0, 0.0
-    most = 0.0
     for first in (True, False):
         loss, gradients = gradients_of(model, x, y, likelihood, decay)
         averaged = loss if first else 0.9 * averaged + 0.1 * loss
-        most = GENTLE * bound(loss) if first else min(bound(averaged), 2 * most)
+        most = bound(averaged) / (4 if first else 2)
         g = vector(model, gradients.__getitem__)
         if not first:
             true, promised = 0.8 * true + 0.2 * (expected - float(g @ pending)), 0.8 * promised - 0.2 * slope

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bprong.evaluation import Evaluation, Scale
+from bprong.evaluation import ENOUGH, Evaluation, Scale
 from bprong.moments import widened
 from bprong.preconditioner import Layer
 from bprong.quadratic import minimiser, shortened
@@ -38,6 +38,7 @@ EARLY = (2, 6)  # steps at which statistics are looked at again, since the first
 FIRST, EVERY = 20, 10  # evaluations at each of the first ten steps, every second of ten more, then every tenth
 CAREFUL = 20  # steps that are evaluated, all of them, after one that was taken back
 LAMBDA, LEAST, MOST = 1e-3, 1e-4, 1.0  # λ at the start, and its bounds
+FAINT = 0.01  # of λ: a D that is less, of outputs that are certain, counts as that
 YOUNG = 0.1  # of tr/N that is added to ε: what N observations leave uncertain of an eigenvalue
 KEEP = 0.7  # of the averaged coefficients at each evaluation
 HONEST = 0.8  # of the sums behind s at each evaluation
@@ -45,7 +46,10 @@ LEAST_TRUE = 0.05  # of a slope: with few batches an epoch, the next one is bias
 AT_MOST = {"last": 0.95, "adam": 10.0}  # μ, and β in thousandths
 RECENT = 0.9  # of the averaged loss at each step
 NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
-GENTLE = 0.25  # of that bound for the first step; twice as much for each one after it that was good
+GENTLE, SHORTEST = 0.25, 1e-6  # of that bound for the first step, twice as much after each that was good; the least
+PROMISE = 2.0  # of the loss: a slope that promises more, of which its minimum keeps half, cannot be true
+SURPRISE = 4.0  # times more or less of Δ than the average: what one evaluation is believed, if it asks for as much
+HELD = 0.01  # of λ's part in a step's curvature: where F's is less, λ holds the step alone, and falls below its bound
 SPREAD = 1e4  # of variances, above which each is the unit of its own damping
 Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
 
@@ -63,9 +67,10 @@ class Memory:
     curvature: Parts = field(default_factory=dict)  # dᵢᵀFdᵢ at the last evaluation
     slope: float = 0.0  # ∇LᵀΔ there
     expected: float = 0.0  # (Qc) of Δ there: by how much the step made was to change it
+    seen: float = 1.0  # F's part in the curvature of the last evaluated step, by λ's
     ratio: float | None = None
     careful: int = 0  # the step until which all are evaluated
-    limit: float | None = None  # on ½dᵀFd, after a step that was taken back
+    limit: float | None = None  # the part of the bound that is allowed, at first and after a step that was taken back
     scale: float = 1.0  # the user's loss by the mean −log p of a target, and how many targets those were
     targets: int = 0
     scales: list[tuple[float, int]] = field(default_factory=list)
@@ -74,8 +79,9 @@ class Memory:
 class Auto:
     """The rule; numbers in, numbers out. Tensors stay with the optimizer."""
 
-    def __init__(self, fixed: bool = False, bound: float | None = None) -> None:
-        self.fixed, self.bound = fixed, bound  # a damping and a bound that were given
+    def __init__(self, fixed: bool = False, bound: float | None = None, free: bool = False) -> None:
+        """fixed: damping was given; bound: so was this; free: −log p is known but for a constant, as your own may be"""
+        self.fixed, self.bound, self.free = fixed, bound, free
         self.memory, self.forward_mode, self.relative = Memory(), True, set[str]()
 
     def evaluates(self, t: int) -> bool:
@@ -97,6 +103,7 @@ class Auto:
             d = 1.0
         z = 1.0 if layer.name in self.relative or not z > 0 else z
         d = d if d > 0 else 1.0
+        d = max(d, FAINT * self.memory.lam)  # biases know no other damping than that of D
         own, other = (z, d) if side == "forward" else (d, z)
         blocks = layer.inputs if side == "forward" else layer.outputs
         young = 0.0 if layer.unit.one_hot and side == "forward" else YOUNG * own * blocks.size * blocks.count / n
@@ -122,37 +129,60 @@ class Auto:
         metric: (k, k) the directions' products, which λ multiplies, and the penalty's curvature
         rate:   the group's lr, a multiplier on α
         """
-        m = self.memory
         if found is not None and metric is not None:
             return self._evaluated(t, slopes, found, metric, rate)
+        return self._between(slopes, rate)
+
+    def _between(self, slopes: Parts, rate: float) -> Parts:
+        """The coefficients of the last evaluation."""
+        m = self.memory
         c = {name: x * (1.0 if name == "last" else rate) for name, x in m.coefficients.items()}
         coefficients = torch.tensor(list(c.values()), dtype=torch.float64)
-        short, m.length = shortened(coefficients, self._estimated(c, slopes), self._limit())
+        short, m.length = self._shortened(coefficients, self._estimated(c, slopes), slopes["whitened"])
         return dict(zip(c, short.tolist(), strict=True))
 
+    def _shortened(self, c: Tensor, length: float, slope: float) -> tuple[Tensor, float]:
+        """c and ½dᵀFd within the bound, and such that α ∇LᵀΔ promises no more than a part of the loss there is: what F
+        does not see of a loss, a penalty on activations, could make it promise anything."""
+        c, length = shortened(c, length, self._limit())
+        promised, loss = -float(c[0]) * slope, self.memory.loss
+        if loss is None or self.free or promised <= PROMISE * loss:
+            return c, length
+        part = PROMISE * max(loss, 0.0) / promised
+        return c * part, length * part**2
+
     def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], rate: float) -> Parts:
-        m, names, (G, penalty) = self.memory, list(slopes), metric
-        if found.loss is not None:
-            keep = RECENT ** (1 if t < FIRST else EVERY)
-            m.loss = found.loss if m.loss is None else keep * m.loss + (1 - keep) * found.loss
-            m.limit = GENTLE * self._bound() if t == 0 else m.limit
+        m, names = self.memory, list(slopes)
+        few = 1 - found.examples / ENOUGH  # of the average that small batches keep: together they are as many as ENOUGH
+        self._note(t, found.loss, few)
         b = torch.tensor([slopes[name] for name in names], dtype=torch.float64)
-        m.slope, m.curvature = float(b[0]), {name: float(q) for name, q in zip(names, found.Q.diagonal(), strict=True)}
+        if not b.any():
+            return self._between(slopes, rate)  # a gradient of zero tells nothing
+        m.slope, m.curvature = float(b[0]), dict(zip(names, found.Q.diagonal().tolist(), strict=True))
         b[0] *= self.s
-        most = [AT_MOST.get(name, math.inf) for name in names]
-        c = minimiser(found.Q + penalty + m.lam * G, b, most)
-        c, _ = shortened(c, float(c @ found.Q @ c) / 2, self._limit())
+        Q, (G, penalty) = found.Q, metric
+        c = minimiser(Q + penalty + m.lam * G, b, [AT_MOST.get(name, math.inf) for name in names])
+        c, _ = self._shortened(c, float(c @ Q @ c) / 2, m.slope)
         if t >= FIRST:
             c = self._averaged(names, c)
         m.coefficients = dict(zip(names, c.tolist(), strict=True))
         c = c * torch.tensor([1.0 if name == "last" else rate for name in names], dtype=c.dtype)
-        c, m.length = shortened(c, float(c @ found.Q @ c) / 2, self._limit())
-        m.expected = float((found.Q + penalty)[0] @ c)
+        c, m.length = self._shortened(c, float(c @ Q @ c) / 2, m.slope)
+        m.expected, m.seen = float((Q + penalty)[0] @ c), float(c @ Q @ c) / max(m.lam * float(c @ G @ c), 1e-300)
         return dict(zip(names, c.tolist(), strict=True))
+
+    def _note(self, t: int, loss: float | None, few: float) -> None:
+        """The averaged loss."""
+        if loss is not None:
+            m, keep = self.memory, max(few, RECENT ** (1 if t < FIRST else EVERY))
+            m.loss = loss if m.loss is None else keep * m.loss + (1 - keep) * loss
+            m.limit = GENTLE if t == 0 else m.limit
 
     def _averaged(self, names: list[str], c: Tensor) -> Tensor:
         before = self.memory.coefficients
         old = torch.tensor([before.get(name, float(x)) for name, x in zip(names, c, strict=True)], dtype=c.dtype)
+        if old[0] > 0:  # of a batch that is fitted already any step looks right, of another none
+            c[0] = c[0].clamp(old[0] / SURPRISE, old[0] * SURPRISE)
         mean = KEEP * old + (1 - KEEP) * c
         mean[0] = min(float(mean[0]), 2 * float(c[0]))  # today's batch may know better that a step would be too long
         return mean
@@ -166,13 +196,12 @@ class Auto:
 
     def _bound(self) -> float:
         loss = self.memory.loss
-        own = NATS if loss is None else max(PART * loss, min(NATS, LATE * loss))
+        own = NATS if loss is None or self.free else max(PART * loss, min(NATS, LATE * loss))
         return own if self.bound is None else min(own, self.bound)
 
     def _limit(self) -> float:
-        """The bound, or, after a step that was taken back, less."""
-        limit = self.memory.limit
-        return self._bound() if limit is None else min(self._bound(), limit)
+        """The bound, or, at first and after a step that was taken back, a part of it."""
+        return self._bound() * (1.0 if self.memory.limit is None else self.memory.limit)
 
     def learn(self, found: Evaluation, c: Parts, change: float) -> bool:
         """λ from what the loss did; False: it went up so much, or out of all bounds, that the step is to be undone."""
@@ -183,17 +212,24 @@ class Auto:
         m.ratio = change / promised if promised < 0 else None
         good = math.isfinite(change) and change <= 2 * self._bound()
         if good and m.limit is not None:
-            m.limit = 2 * m.limit if m.limit < self._bound() else None
+            m.limit = 2 * m.limit if m.limit < 0.5 else None
         if not good or (m.ratio is not None and m.ratio < 0.25):
             m.lam = min(MOST, m.lam * 2)
         elif m.ratio is not None and m.ratio > 0.75:
-            m.lam = max(LEAST, m.lam / 1.1)
+            m.lam = self._lower(m.lam)
         return good
+
+    def _lower(self, lam: float) -> float:
+        """λ after a promise that was kept. Where predictions do not move for it, on a plateau, it has no bound."""
+        if self.memory.seen < HELD:
+            return lam / 4
+        return max(LEAST, lam / 1.1) if lam >= LEAST else 2 * lam if self.memory.seen > 1 else lam
 
     def undone(self, t: int) -> None:
         """Step t was taken back: the next goes on from where it stood, by itself and more carefully."""
         m = self.memory
-        m.careful, m.limit = t + CAREFUL, m.length / 4
+        part = m.length / self._bound() if self._bound() > 0 else 1.0
+        m.careful, m.limit = t + 1 + CAREFUL, max(SHORTEST, part / 4)
         m.coefficients = {name: x / 2 for name, x in m.coefficients.items()}
         m.length = 0.0
 

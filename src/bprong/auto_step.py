@@ -59,7 +59,7 @@ class AutoStep:
         evaluates = auto.evaluates(t)
         slopes = {name: _dot(gradients, d) for name, d in parts.items() if evaluates or name == "whitened"}
         found = self._evaluate(parts, calls, statistics) if evaluates else None
-        metric = None if found is None else _metric(parts, statistics.layers.values(), groups, scale)
+        metric = None if found is None else _metric(parts, statistics.layers.values(), groups)
         c = auto.choose(t, slopes, found, metric, rate)
         _update_(parts, c, groups, states)
         if statistics.due:  # for the report; not worth its price at every step
@@ -163,11 +163,11 @@ def _share(direction: Tensor | None, parameter: Tensor | None, shares: Mapping[T
 
 
 def _gradient(parameter: Tensor, group: Mapping[str, Any], scale: float) -> Tensor:
-    """Of the loss with ½ weight_decay ‖θ‖² in it, by the loss's scale."""
+    """Of the mean −log p and ½ weight_decay ‖θ‖² beside it."""
     gradient = parameter.grad
     assert gradient is not None
-    gradient = gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
-    return gradient if scale == 1 else gradient / scale
+    gradient = gradient if scale == 1 else gradient / scale
+    return gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
 
 
 def _slow_(groups: Groups, states: States) -> None:
@@ -188,7 +188,7 @@ def _update_(parts: Mapping[str, Vector], c: Parts, groups: Groups, states: Stat
     torch._foreach_mul_(updates, c.get("last", 0.0))
     for name in ("whitened", "adam"):
         for p, d in parts.get(name, {}).items():
-            states[p][LAST].add_(d if d.dtype == p.dtype else d.to(p), alpha=c[name])
+            states[p][LAST].add_(d if d.dtype == p.dtype else d.to(p), alpha=c.get(name, 0.0))
     torch._foreach_add_(list(groups), updates)
 
 
@@ -203,13 +203,11 @@ def _inner(a: Tensor, b: Tensor) -> float:
     return float((a * b).sum())
 
 
-def _metric(
-    parts: Mapping[str, Vector], layers: Iterable[Layer], groups: Groups, scale: float
-) -> tuple[Tensor, Tensor]:
+def _metric(parts: Mapping[str, Vector], layers: Iterable[Layer], groups: Groups) -> tuple[Tensor, Tensor]:
     """Products of the directions, weights whose inputs have units of their own counting in these; ½ weight_decay ‖θ‖²'s
     curvature: (k, k) each."""
     units = {layer.weight: layer.units for layer in layers if layer.units is not None}
-    decay = {p: group["weight_decay"] / scale for p, group in groups.items() if group["weight_decay"]}
+    decay = {p: group["weight_decay"] for p, group in groups.items() if group["weight_decay"]}
     decayed = {name: {p: d for p, d in directions.items() if p in decay} for name, directions in parts.items()}
     return _gram(parts, units), _gram(decayed, decay)
 

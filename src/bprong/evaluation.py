@@ -133,6 +133,11 @@ class Evaluation:
     refused: str | None
     _parts: Sequence[_Part]
 
+    @property
+    def examples(self) -> int:
+        """How many it is of."""
+        return sum(examples(part.x) for part in self._parts)
+
     @classmethod
     def of(cls, parts: Sequence[_Part]) -> Evaluation:
         whole = sum(part.weight for part in parts)

@@ -23,7 +23,7 @@ from bprong.auto_step import AutoStep
 from bprong.carry import rate_ratio
 from bprong.checks import number, positive, refuse_distributed
 from bprong.expert import Expert
-from bprong.likelihood import Likelihood
+from bprong.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_of
 from bprong.moves import LearningRateStep, sizes_of, without_autocast
 from bprong.preconditioner import Layer
 from bprong.reporting import Report
@@ -102,7 +102,7 @@ class BPRONG(Optimizer):
         }  # fmt: skip
         self._max_step = None if max_step is None else positive("max_step", max_step)
         expert = Expert.of(options)
-        self._rule = self._chosen(lr, momentum, forward_damping, backward_damping)
+        self._rule = self._chosen(lr, likelihood_of(likelihood), momentum, forward_damping, backward_damping)
         settings = expert.settings(
             every, _given(forward_damping, self._damping[0]), _given(backward_damping, self._damping[1])
         )
@@ -118,14 +118,17 @@ class BPRONG(Optimizer):
         if isinstance(self._rule, AutoStep):
             self._rule.attach(self._parameters[-1])
 
-    def _chosen(self, lr: object, momentum: float, *damping: float | Damping | None) -> LearningRateStep | AutoStep:
+    def _chosen(
+        self, lr: object, likelihood: Likelihood, momentum: float, *damping: float | Damping | None
+    ) -> LearningRateStep | AutoStep:
         """The rule that makes the steps."""
         if lr != "auto":
             return LearningRateStep(self._max_step)
         if momentum:
             raise ValueError(f'lr="auto" chooses how much of the last update to keep; leave out momentum={momentum}')
         bound = None if self._max_step is None else self._max_step**2 / 2
-        return AutoStep(Auto(any(given is not None for given in damping), bound))
+        free = not isinstance(likelihood, (Bernoulli, Categorical, Gaussian))
+        return AutoStep(Auto(any(given is not None for given in damping), bound, free))
 
     # A step -----------------------------------------------------------------------------------------------------------
 

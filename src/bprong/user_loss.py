@@ -56,9 +56,9 @@ class Loss:
         return self.scale * torch.where(w == 0, 0, w * difference).sum()
 
     def mean(self, output: Tensor) -> float:
-        """−log p of a target that counts, on average, weights apart; κ does not enter."""
-        counts = self.weights.flatten() != 0
-        return float(self._nll(output)[counts].mean())
+        """−log p of a target that counts, on average, weighted as in the loss; κ does not enter."""
+        w = self.weights.flatten()
+        return float((w * self._nll(output))[w != 0].mean())
 
     def slopes(self, output: Tensor, along: Sequence[Tensor]) -> list[float]:
         """The derivatives of that mean, weights included, when the output moves so."""
