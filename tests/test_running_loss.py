@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bprong.running_loss import running_loss
+from bprong.running_loss import reaches, running_loss
 
 
 def heard(backward):
@@ -70,6 +70,26 @@ def of_many_elements(output):
 @pytest.mark.parametrize("backward", [several, of_many_elements])
 def test_what_is_not_one_loss_is_none(backward):
     assert heard(backward)[0] is None
+
+
+PASSES = {
+    "backward": (lambda f, x, w: f.sum().backward(), True),
+    "backward to w": (lambda f, x, w: f.sum().backward(inputs=[w]), True),
+    "backward to x": (lambda f, x, w: f.sum().backward(inputs=x), False),
+    "grad of x": (lambda f, x, w: torch.autograd.grad(f.sum(), x, create_graph=True), False),
+    "grad of both": (lambda f, x, w: torch.autograd.grad(f.sum(), [x, w]), True),
+    "grad of a generator": (lambda f, x, w: torch.autograd.grad(f.sum(), (p for p in [w])), True),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_whom_a_backward_pass_reaches(name):
+    backward, expected = PASSES[name]
+    x, w, found = torch.randn(4, 3, requires_grad=True), nn.Parameter(torch.randn(3, 2)), []
+    f = x @ w
+    f.register_hook(lambda g: found.append(reaches([w])))
+    backward(f, x, w)
+    assert found == [expected]
 
 
 def test_outside_of_a_backward_pass_there_is_none():

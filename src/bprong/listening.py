@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from bprong.likelihood import Likelihood
 from bprong.recording import Arguments, tensor_of
-from bprong.running_loss import running_loss
+from bprong.running_loss import reaches, running_loss
 
 __all__ = ["Batch", "Heard", "Listener", "copied", "gradient_of", "mask_by", "together", "unheard", "whole"]
 
@@ -86,9 +86,12 @@ class Listener:
                 return
             if tensor.requires_grad:
                 output = tensor.detach()  # for the hook to keep: the tensor itself keeps the hook
-                tensor.register_hook(  # type: ignore[no-untyped-call]
-                    lambda g: found.append(read(Heard(output, g.detach(), running_loss())))
-                )
+
+                def hook(g: Tensor) -> None:
+                    if reaches(module.parameters()):
+                        found.append(read(Heard(output, g.detach(), running_loss())))
+
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def take(self) -> list[tuple[Arguments, Any]]:
         """The calls kept, in their order, each with what was read off the gradient at its output.
