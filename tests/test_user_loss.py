@@ -265,6 +265,14 @@ def test_a_small_penalty_is_not_in_the_way_of_a_customary_scale():
     assert_is(found, lambda f: F.mse_loss(f, y), output, 2 / 40)
 
 
+@pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()])
+def test_one_number_alone(likelihood):
+    output = torch.tensor([0.3], dtype=torch.float64)
+    found = loss_behind(likelihood, output, torch.tensor([0.2], dtype=torch.float64), value=0.1, scale=1.0)
+    assert found.weights.shape == found.y.shape == (1,)
+    assert found.mean(output) > 0
+
+
 def test_rows_left_out_do_not_count():
     output, y = random((8, 5), 0), random((8, 5), 1)
 

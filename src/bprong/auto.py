@@ -73,7 +73,7 @@ class Memory:
     limit: float | None = None  # the part of the bound that is allowed, at first and after a step that was taken back
     scale: float = 1.0  # the user's loss by the mean −log p of a target, and how many targets those were
     targets: int = 0
-    scales: list[tuple[float, int]] = field(default_factory=list)
+    scales: list[tuple[float, int, float]] = field(default_factory=list)
 
 
 class Auto:
@@ -246,7 +246,7 @@ class Auto:
         kept = dict(state)
         self.relative, self.forward_mode = set(kept.pop("relative")), kept.pop("forward_mode")
         self.memory = Memory(**kept)
-        self.memory.scales = [(scale, n) for scale, n in self.memory.scales]
+        self.memory.scales = [(scale, n, value) for scale, n, value in self.memory.scales]
 
     def scale(self) -> Scale:
         """κ of the user's loss so far; what it notes is remembered."""

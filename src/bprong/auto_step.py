@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bprong.auto import Auto, Parts
-from bprong.evaluation import Call, Evaluation, enough, evaluated, examples
+from bprong.evaluation import Call, Evaluation, Scale, enough, evaluated, examples
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
@@ -24,6 +24,8 @@ from bprong.user_loss import Loss
 __all__ = ["AutoStep"]
 
 ADAM = 1e-3  # the learning rate of Adam's direction, before its coefficient
+JUMP = math.sqrt(2)  # of a loss from one step to another, at which its scale is looked at again
+REACHED = 1e-6  # of −log p: below, a gradient that tells no targets is rounding
 LAST, RATE = "last_update", "last_rate"  # the keys of Δ₀ in a parameter's state, and of the lr it was made at
 Vector = dict[Tensor, Tensor]
 Calls = list[tuple[Call, Loss | None]]
@@ -36,6 +38,7 @@ class AutoStep:
         self.auto = auto
         self.pending: Vector = {}  # Δ of the last step, if that was evaluated, for the next batch to judge
         self._said: set[str] = set()
+        self._told = (0, 0.0, 1.0)  # the calls behind the scale, their loss by it, and by what .grad was multiplied
         self._looked_at: Tensor | None = None
         self._rescaled = Rescaled()
 
@@ -75,7 +78,7 @@ class AutoStep:
         auto, m, likelihood = self.auto, self.auto.memory, statistics.likelihood
         evaluates, calls = auto.evaluates(statistics.schedule.t), _seen(statistics)
         targets = sum(call.targets(likelihood) for call in calls)
-        if not evaluates and (not calls or targets == m.targets or auto.scale().is_mean):
+        if not evaluates and (not calls or self._as_before(calls, targets, factor)):
             return []
         if not calls:
             raise RuntimeError(
@@ -83,15 +86,39 @@ class AutoStep:
                 "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
             )
         count = enough(calls) if statistics.schedule.t else sum(examples(call.x) for call in calls)
-        told = [(call, call.loss(likelihood, auto.scale(), count)) for call in calls]
+        kappa = auto.scale()
+        told = [(call, call.loss(likelihood, kappa, count)) for call in calls]
+        self._judge_scale(kappa)
         scales = [loss.scale * call.targets(likelihood) for call, loss in told if loss is not None]
         if len(scales) == len(told):
             m.scale = sum(scales)
         elif targets != m.targets and all(call.y is not None for call in calls):
             m.scale = _compared(groups, told, statistics, auto.forward_mode) / factor
         m.scale = 1.0 if math.isclose(m.scale, 1, rel_tol=1e-3) else m.scale  # means need no division
-        m.targets = targets
+        m.targets, self._told = targets, (len(calls), _value(calls) / m.scale, factor)
         return told
+
+    def _judge_scale(self, kappa: Scale) -> None:
+        """Says that κ is a guess. Of one that was, and has been corrected, no comparison of slopes is left; squares
+        found with it were off by its square."""
+        m = self.auto.memory
+        if kappa.doubtful:
+            self._say(
+                "there is more in the loss than a multiple of −log p, which cannot be told for certain, so steps may "
+                "be shorter than need be; give the targets, optimizer.observe(x, y)"
+            )
+        if not math.isclose(kappa.revised, 1, rel_tol=1e-2):
+            self.pending, m.slope = {}, m.slope * kappa.revised
+            m.loss = None if m.loss is None else m.loss * kappa.revised**2
+
+    def _as_before(self, calls: Collection[Call], targets: int, factor: float) -> bool:
+        """Whether the scale can still be what it was: as many calls, with as many targets if that matters, a loss that
+        is not another one by far, as when its weight has changed, and the same power of two in mixed precision."""
+        m, (number, loss, before) = self.auto.memory, self._told
+        now, power = _value(calls) / m.scale, math.log2(factor / before)
+        same = len(calls) == number and (targets == m.targets or self.auto.scale().is_mean)
+        same = same and (abs(power) < 0.5 or abs(power - round(power)) > 1e-5)
+        return same and (loss == 0 or now == 0 or loss / JUMP < now < loss * JUMP)
 
     def _directions(
         self, gradients: Vector, states: States, statistics: Statistics, shares: Mapping[Tensor, float]
@@ -118,12 +145,24 @@ class AutoStep:
         tried, auto.forward_mode = auto.forward_mode, auto.forward_mode and found.refused is None
         if found.refused is not None and tried:
             self._say(f"forward mode is not to be had, finite differences stand in for it: {found.refused}")
-        if found.loss is None and auto.memory.loss is None:
+        if found.loss is None:
+            self._lost(calls)
+        return found
+
+    def _lost(self, calls: Calls) -> None:
+        """Says that the targets are not known, unless that is because they are reached."""
+        m = self.auto.memory
+        m.ratio = None
+        if m.loss is None:
             self._say(
                 "the targets cannot be told from the gradient at the output, so the damping stays as it is and the "
                 "loss is taken for the mean of −log p; give them, optimizer.observe(x, y)"
             )
-        return found
+        elif m.targets and _value([call for call, _ in calls]) > REACHED * m.scale:
+            self._say(
+                "the targets can no longer be told from the gradient at the output, so the damping and the loss's "
+                "multiple of −log p stay as they are; give them, optimizer.observe(x, y)"
+            )
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -148,13 +187,22 @@ class AutoStep:
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """Tensors and plain values only; what is pending by the parameters' order."""
-        return self.auto.state_dict() | {"pending": [self.pending.get(p) for p in parameters]}
+        pending = [self.pending.get(p) for p in parameters]
+        return self.auto.state_dict() | {"pending": pending, "told": list(self._told)}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
         kept = dict(state)
         pending = zip(parameters, kept.pop("pending"), strict=True)
         self.pending = {p: d.to(p) for p, d in pending if d is not None}
+        calls, loss, factor = kept.pop("told")
+        self._told = (calls, loss, factor)
         self.auto.load_state_dict(kept)
+
+
+def _value(calls: Iterable[Call]) -> float:
+    """The user's loss over all calls; zero where it is not known."""
+    values = [0.0 if call.heard is None or call.heard.value is None else float(call.heard.value) for call in calls]
+    return sum(values) if all(value > 0 for value in values) else 0.0
 
 
 def _share(direction: Tensor | None, parameter: Tensor | None, shares: Mapping[Tensor, float]) -> Tensor | None:

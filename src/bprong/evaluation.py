@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bprong.curvature import Linearized, curvature, linearized, output_of
 from bprong.likelihood import Likelihood
 from bprong.listening import Heard, copied
-from bprong.loss_scale import agreed
+from bprong.loss_scale import GUESS, NEAR, RECENT, SURE, customary, verdict
 from bprong.moments import widened
 from bprong.user_loss import Loss, loss_behind
 
@@ -25,37 +25,63 @@ __all__ = ["Call", "Evaluation", "Scale", "enough", "evaluated", "examples"]
 
 Vector = Mapping[Tensor, Tensor]  # a direction: what each parameter moves by
 PART, ENOUGH = 8, 64  # curvature is taken on an eighth of a batch, or on so many examples of a small one
-SETTLED, MOST = 20, 60  # estimates of κ after which none are made for batches of sizes seen before, and none at all
+SETTLED, MOST = 20, 60  # estimates of κ after which it stands for batches that tell none, and how many are kept
+Seen = tuple[float, int, float]  # an estimate of κ, the number of targets and the loss's value, zero: unknown
 
 
 class Scale:
-    """κ of the user's loss, from what the first batches say."""
+    """κ of the user's loss, from what batches say.
 
-    def __init__(self, seen: list[tuple[float, int]] | None = None) -> None:
-        self.seen = [] if seen is None else seen
+    seen:    first the verdict so far, its sureness in place of a value (`loss_scale.py`), then the estimates
+    revised: how many times too large a guess has turned out to be
+    """
+
+    def __init__(self, seen: list[Seen] | None = None) -> None:
+        self.seen, self.revised = [] if seen is None else seen, 1.0
 
     def of(self, targets: int) -> float | None:
-        """For a batch of so many targets, once it is settled; a size not seen before may tell means from sums."""
-        if len(self.seen) < SETTLED or (len(self.seen) < MOST and targets not in {n for _, n in self.seen}):
-            return None
-        scales = [scale for scale, _ in self.seen]
-        means = [scale * n for scale, n in self.seen]
-        is_mean = max(means) / min(means) <= max(scales) / min(scales)
-        return max(means) / targets if is_mean else max(scales)
+        """For a batch of so many targets that does not tell it by itself, once it is settled."""
+        return self._for(targets)[0] if len(self.seen) > SETTLED else None
 
     @property
     def is_mean(self) -> bool:
         """Whether batches of several sizes have shown κ to be that of a mean: what it is of a mean does not change."""
-        means = [scale * n for scale, n in self.seen]
-        return len({n for _, n in self.seen}) > 1 and max(means) <= 1.01 * min(means)
+        means = [scale * n for scale, n, _ in self.seen[1:]]
+        return len({n for _, n, _ in self.seen[1:]}) > 1 and max(means) <= 1.01 * min(means)
 
-    def note(self, loss: Loss, targets: int, elements: int) -> float:
-        """One more estimate; the κ that all of them agree on."""
-        seen = [*self.seen, (loss.scale, targets)]
-        if len(self.seen) < MOST:
-            self.seen.append(seen[-1])
-        scales, counts = zip(*seen, strict=True)
-        return loss.scale if loss.certain else agreed(scales, counts, elements)
+    @property
+    def doubtful(self) -> bool:
+        """Whether κ is a guess, and estimates have shown that there is something else in the loss."""
+        if not self.seen or self.seen[0][2] != GUESS:
+            return False
+        recent = self._for(self.seen[-1][1])[1:][-RECENT:]
+        return max(recent) > (1 + NEAR) * min(recent)
+
+    def note(self, loss: Loss, targets: int, value: float, known: Sequence[float]) -> float:
+        """One more estimate; the κ that all of them speak for. known: what is customary for this batch"""
+        if not self.seen:
+            self.seen.append((0.0, targets, GUESS))
+        self.seen.append((loss.scale if loss.at_least is None else loss.at_least, targets, value))
+        del self.seen[1:-MOST]
+        kappa, *estimates = self._for(targets)
+        found = (loss.scale, SURE)
+        if not loss.certain:
+            values = [value for *_, value in self.seen[1:]]
+            before, lower = (kappa, self.seen[0][2]), loss.at_least is not None
+            found = verdict(before, estimates[-RECENT:], values[-RECENT:], known, lower)
+        if kappa > 0 and self.seen[0][2] == GUESS:
+            self.revised *= kappa / found[0]
+        self.seen[0] = (found[0], targets, found[1])
+        return found[0]
+
+    def _for(self, targets: int) -> list[float]:
+        """What was seen, for a batch of so many targets.
+
+        Means have the same κ · targets in all batches, sums the same κ; what varies less is what the loss is.
+        """
+        scales, means = [scale for scale, *_ in self.seen[1:]], [scale * n for scale, n, _ in self.seen[1:]]
+        is_mean = max(means) / min(means) <= max(scales) / min(scales)
+        return [scale * n / targets if is_mean and n != targets else scale for scale, n, _ in self.seen]
 
 
 @dataclass(frozen=True)
@@ -85,12 +111,20 @@ class Call:
         loss = self._behind(likelihood, count) if count < len(output) else None
         if loss is None or not loss.certain or bool((loss.weights > 1).any()):  # weights are one on average over all
             loss = self._behind(likelihood, len(output))
-        known = scale.of(targets) if loss is None or not loss.certain else None
-        if known is None and loss is not None:
-            known = scale.note(loss, targets, output.numel() // likelihood.targets(output))
+        if loss is None:
+            known = scale.of(targets)
+        else:
+            value = 0.0 if self.heard.value is None else float(self.heard.value)
+            known = scale.note(loss, targets, value, self._customary(likelihood, targets))
         if known is not None and (loss is None or known != loss.scale):
             loss = self._behind(likelihood, len(output), known) or loss
         return loss
+
+    def _customary(self, likelihood: Likelihood, counted: int) -> list[float]:
+        assert self.heard is not None
+        output = self.heard.output
+        rows = likelihood.targets(output)
+        return customary([counted, rows, len(output), counted * (output.numel() // rows), output.numel()])
 
     def _behind(self, likelihood: Likelihood, count: int, scale: float | None = None) -> Loss | None:
         assert self.heard is not None

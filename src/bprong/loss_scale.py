@@ -12,10 +12,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["agreed", "customary", "explains", "line", "lower_bound", "of_each_target", "rounded", "tolerance"]
+__all__ = [
+    "agree", "customary", "explains", "is_round", "line", "lower_bound", "of_each_target", "rounded", "tolerance",
+    "verdict",
+]  # fmt: skip
 
 NEAR = 0.01  # what an estimate may be off a customary κ to be taken for it
 BELOW = 0.25  # what a lower bound may be
+EXACT = 3e-6  # what single precision leaves of an estimate by a loss's value, at worst
+RECENT, STEADY = 5, 1e-3  # estimates that must agree, and how well, by how much their losses vary
+SURE, LIKELY, GUESS = 1.0, 0.5, 0.0
 TINY = 1e-300
 VANISHED = 1e-20  # a probability of which single precision leaves nothing once it is multiplied by κ
 
@@ -102,21 +108,71 @@ def rounded(scale: float, known: Iterable[float], below: float = NEAR) -> float 
     return min(near, key=lambda kappa: abs(kappa - scale), default=None)
 
 
-def agreed(scales: Sequence[float], targets: Sequence[int], elements: int = 1) -> float:
-    """κ of the last of several batches, of so many targets (of so many elements each), from estimates by their losses.
+def is_round(multiple: float) -> bool:
+    """Whether somebody may have written it: two digits, one by such, or a power of two; to rounding.
 
-    Means have the same κ · targets in all batches, sums the same κ; what varies less is what the loss is. A penalty in
-    the loss makes each estimate too small, the less so the larger the loss itself: then the largest comes nearest, and
-    what is customary just above it nearer still.
-
-    >>> agreed([0.02, 0.02, 0.04], targets=[50, 50, 25]), agreed([0.018, 0.0183, 0.0177], targets=[50, 50, 50])
-    (0.04, 0.02)
+    >>> [is_round(multiple) for multiple in (7.3, 1 / 30, 2.0**16, 7.3123, 0.4512)]
+    [True, True, True, False, False]
     """
-    sums = list(scales)
-    means = [scale * n for scale, n in zip(scales, targets, strict=True)]
-    varies = {True: max(means) / min(means), False: max(sums) / min(sums)}
-    is_mean = varies[True] <= varies[False]
-    largest = max(means) / targets[-1] if is_mean else max(sums)
-    if varies[is_mean] <= 1 + NEAR:
-        return largest
-    return rounded(largest, customary([targets[-1], targets[-1] * elements]), BELOW) or largest
+    if not 1e-12 < multiple < 1e12:
+        return False
+    power = math.log2(multiple)
+    if abs(power - round(power)) <= EXACT:
+        return True
+    digits = [m / 10 ** (math.floor(math.log10(m)) - 1) for m in (multiple, 1 / multiple)]
+    return any(abs(m - round(m)) <= EXACT * m for m in digits)
+
+
+def agree(estimates: Sequence[float], values: Sequence[float]) -> bool:
+    """Whether five estimates stay the same while the losses they come from vary: a thousand times less than these.
+
+    Something else in a loss, a constant or a penalty, is another part of it in each: κ̂ = κ D / (D + C). Losses that do
+    not vary say nothing.
+
+    >>> agree([0.5] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]), agree([0.5] * 5, [1.0] * 5), agree([0.5, 0.5], [1.0, 2.0])
+    (True, False, False)
+    """
+    if len(estimates) < RECENT or min(*estimates, *values) <= 0:
+        return False
+    apart, varied = (math.log(max(each) / min(each)) for each in (estimates, values))
+    return varied > 1e-3 and apart <= STEADY * min(1.0, varied)
+
+
+def verdict(
+    before: tuple[float, float],
+    estimates: Sequence[float],
+    values: Sequence[float],
+    known: Sequence[float],
+    lower: bool,
+) -> tuple[float, float]:
+    """κ after one more estimate, and how sure it is: SURE, LIKELY (it looks like one) or a GUESS.
+
+    before:            the last verdict; κ = 0: none
+    estimates, values: the last five at most, and the losses they come from, the newest last
+    lower:             whether something else in the loss makes estimates too small; then a guess is not below the next
+                       κ that is customary, as a step by too large a κ is but too short
+
+    Estimates above κ show that it has grown. Those below may be due to a penalty, unless they agree, or all are what
+    somebody may have written.
+
+    >>> verdict((0.0, GUESS), [0.1432], [1.0], [0.1, 0.2], True), verdict((0.0, GUESS), [0.0998], [1.0], [0.1], True)
+    ((0.2, 0.0), (0.1, 0.5))
+    >>> verdict((1.0, SURE), [1.0, 1.0, 30.12], [2.0, 2.1, 60.0], [1.0], True)
+    (30.12, 1.0)
+    """
+    latest, (kappa, sure) = estimates[-1], before
+    written = all(any(is_round(estimate / custom) for custom in known) for estimate in estimates)
+    if written or agree(estimates, values):
+        return rounded(latest, known) or latest, SURE if len(estimates) >= RECENT else LIKELY
+    if latest <= (1 + NEAR) * kappa:
+        return before
+    if sure == SURE:
+        return latest, SURE
+    if (near := rounded(latest, known, BELOW)) is not None:
+        return near, LIKELY
+    return (_above(latest, known), GUESS) if lower else (latest, LIKELY)
+
+
+def _above(estimate: float, known: Sequence[float]) -> float:
+    """The next κ that is customary for squares, which is twice that for −log p: half would be the more dangerous."""
+    return min((kappa for kappa in known if kappa >= estimate and kappa / 2 in known), default=estimate)

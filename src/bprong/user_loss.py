@@ -42,6 +42,7 @@ class Loss:
     y         targets: the likelihood's own, or, for classes, distributions q (…, m); float64 where read off a gradient
     weights   w, one for each target and laid out as they are, one on average over those that count; zero: left out
     certain   whether κ was read off the gradient; if not, it rests on the loss's value or on what is customary
+    at_least  κ by the loss's value alone, where a penalty in that makes it too small
     """
 
     likelihood: Likelihood
@@ -49,6 +50,7 @@ class Loss:
     y: Tensor
     weights: Tensor
     certain: bool
+    at_least: float | None = None
 
     def change(self, before: Tensor, after: Tensor) -> Tensor:
         """By how much the loss changes when the output does, a penalty in it apart: one number, float64."""
@@ -136,7 +138,8 @@ class _Seen:
 
     def loss(self, scale: float, y: Tensor, certain: bool = True, weights: Tensor | None = None) -> Loss:
         w = self.counted.to(self.f.dtype) if weights is None else weights
-        shape = self.output.shape[:-1] if self.output[..., 0].numel() == len(w) else self.output.shape[:1]
+        rows = self.output.ndim > 1 and self.output[..., 0].numel() == len(w)
+        shape = self.output.shape[:-1] if rows else self.output.shape[:1]
         return Loss(self.likelihood, scale, y, w.view(shape), certain)
 
 
@@ -211,13 +214,14 @@ def _of_bits(seen: _Seen, scale: float | None) -> Loss | None:
 
 def _of_numbers(seen: _Seen, scale: float | None) -> Loss | None:
     """G = κ (f − y), loss = κ/2 ‖f − y‖², so κ = ‖G‖² / (2 loss); a penalty in the loss makes that too small."""
-    certain = scale is not None
+    certain, estimate = scale is not None, None
     if scale is None:
         if seen.value is None or not 0 < seen.value < float("inf"):
             return None
         estimate = float(seen.G.square().sum()) / (2 * seen.value)
         scale = rounded(estimate, seen.customary) or estimate
-    return seen.loss(scale, (seen.f - seen.G / scale).view(seen.output.shape), certain)
+    loss = seen.loss(scale, (seen.f - seen.G / scale).view(seen.output.shape), certain)
+    return replace(loss, at_least=estimate)
 
 
 def _between(seen: _Seen, p: Tensor, rest: Tensor, outcomes: list[Tensor]) -> tuple[float, bool] | None:
