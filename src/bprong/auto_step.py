@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bprong.auto import Auto, Parts
-from bprong.evaluation import Call, Evaluation, Scale, enough, evaluated, examples
+from bprong.cut import examples
+from bprong.evaluation import ENOUGH, Call, Evaluation, Scale, evaluated, shares
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
@@ -85,9 +86,10 @@ class AutoStep:
                 'lr="auto" has no batch to measure the step on: the model given to the optimizer was not called in '
                 "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
             )
-        count = enough(calls) if statistics.schedule.t else sum(examples(call.x) for call in calls)
-        kappa = auto.scale()
-        told = [(call, call.loss(likelihood, kappa, count)) for call in calls]
+        counts, kappa = shares(calls, whole=statistics.schedule.t == 0), auto.scale()
+        told = [
+            (call, call.loss(likelihood, kappa, count or ENOUGH)) for call, count in zip(calls, counts, strict=True)
+        ]
         self._judge_scale(kappa)
         scales = [loss.scale * call.targets(likelihood) for call, loss in told if loss is not None]
         if len(scales) == len(told):
@@ -276,8 +278,8 @@ def _seen(statistics: Statistics) -> list[Call]:
     if given := statistics.observed:
         reads = [read for _, read in heard] if len(heard) == len(given) else [None] * len(given)
         reads = [
-            r if r is not None and len(r.output) == examples(x) else None
-            for r, (x, *_) in zip(reads, given, strict=True)
+            r if r is not None and len(r.output) == (examples(x) if y is None else len(y)) else None
+            for r, (x, y, _) in zip(reads, given, strict=True)
         ]
         return [Call(x, read, y) for (x, y, _), read in zip(given, reads, strict=True)]
     return [Call(x, read, None) for x, read in heard if read is not None] or [Call(x, None, None) for x, _ in heard]

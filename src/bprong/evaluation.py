@@ -6,22 +6,22 @@ user's gradient divided by κ times the number of targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bprong.curvature import Linearized, curvature, linearized, output_of
+from bprong.cut import Cut, examples
 from bprong.likelihood import Likelihood
 from bprong.listening import Heard, copied
 from bprong.loss_scale import GUESS, NEAR, RECENT, SURE, customary, verdict
 from bprong.moments import widened
 from bprong.user_loss import Loss, loss_behind
 
-__all__ = ["Call", "Evaluation", "Scale", "enough", "evaluated", "examples"]
+__all__ = ["Call", "Evaluation", "Scale", "evaluated", "shares"]
 
 Vector = Mapping[Tensor, Tensor]  # a direction: what each parameter moves by
 PART, ENOUGH = 8, 64  # curvature is taken on an eighth of a batch, or on so many examples of a small one
@@ -103,21 +103,31 @@ class Call:
         left_in = None if self.y is None else likelihood.left_in(self.y)
         return int(left_in.sum()) if left_in is not None else 0 if self.y is None else len(self.y)
 
+    def cut(self, count: int) -> Cut:
+        """So many examples; all, where the rows of the output are not so many for each."""
+        cut = Cut(count, examples(self.x))
+        rows = [None if self.heard is None else self.heard.output, self.y]
+        return cut if all(t is None or cut.divides(t) for t in rows) else Cut(cut.whole, cut.whole)
+
+    @property
+    def whole(self) -> Cut:
+        return self.cut(examples(self.x))
+
     def loss(self, likelihood: Likelihood, scale: Scale, count: int) -> Loss | None:
         """The user's loss, if what was heard tells it: of so many examples, if these leave no doubt, or of all."""
         if self.heard is None:
             return None
-        output, targets = self.heard.output, self.targets(likelihood)
-        loss = self._behind(likelihood, count) if count < len(output) else None
+        output, targets, cut = self.heard.output, self.targets(likelihood), self.cut(count)
+        loss = None if cut.everything else self.behind(likelihood, cut)
         if loss is None or not loss.certain or bool((loss.weights > 1).any()):  # weights are one on average over all
-            loss = self._behind(likelihood, len(output))
+            loss = self.behind(likelihood, self.whole)
         if loss is None:
             known = scale.of(targets)
         else:
             value = 0.0 if self.heard.value is None else float(self.heard.value)
             known = scale.note(loss, targets, value, self._customary(likelihood, targets))
         if known is not None and (loss is None or known != loss.scale):
-            loss = self._behind(likelihood, len(output), known) or loss
+            loss = self.behind(likelihood, self.whole, known) or loss
         return loss
 
     def _customary(self, likelihood: Likelihood, counted: int) -> list[float]:
@@ -126,10 +136,11 @@ class Call:
         rows = likelihood.targets(output)
         return customary([counted, rows, len(output), counted * (output.numel() // rows), output.numel()])
 
-    def _behind(self, likelihood: Likelihood, count: int, scale: float | None = None) -> Loss | None:
+    def behind(self, likelihood: Likelihood, cut: Cut, scale: float | None = None) -> Loss | None:
+        """The loss on the examples of a cut, by what was heard of these alone."""
         assert self.heard is not None
-        output, gradient = self.heard.output[:count], self.heard.gradient[:count]
-        y = None if self.y is None else self.y[:count]
+        output, gradient = cut.rows(self.heard.output), cut.rows(self.heard.gradient)
+        y = None if self.y is None else cut.rows(self.y)
         return loss_behind(likelihood, output, gradient, y, self.heard.value, scale)
 
 
@@ -200,16 +211,14 @@ def evaluated(
 ) -> Evaluation:
     """The quadratic model on the calls of a step and their losses; whole: on all examples, not a part of them."""
     dtype = next(model.parameters()).dtype
-    lengths = [examples(call.x) for call, _ in calls]
-    left = sum(lengths) if whole else enough(call for call, _ in calls)
     parts: list[_Part] = []
-    for i, ((call, loss), length) in enumerate(zip(calls, lengths, strict=True)):
-        if parts and left <= 0:
-            break
-        x = copied(call.x, left if 0 < left < length else None, dtype)
-        found = linearized(model, x, directions, seed + i, forward_mode)
-        parts.append(_measured(model, x, found, _on(found.output, call, loss, likelihood), likelihood, seed + i))
-        left -= length
+    for i, ((call, loss), count) in enumerate(zip(calls, shares([call for call, _ in calls], whole), strict=True)):
+        if count or len(calls) == 1:
+            cut = call.cut(count)
+            x = copied(call.x, cut, dtype)
+            found = linearized(model, x, directions, seed + i, forward_mode)
+            on = _on(found.output, call, loss, cut, likelihood)
+            parts.append(_measured(model, x, found, on, likelihood, seed + i))
     return Evaluation.of(parts)
 
 
@@ -226,25 +235,28 @@ def _measured(
     return _Part(x, seed, output, loss, loss.scale * int(counted.sum()), Q, slopes, found.refused)
 
 
-def _on(output: Tensor, call: Call, loss: Loss | None, likelihood: Likelihood) -> Loss | None:
+def _on(output: Tensor, call: Call, loss: Loss | None, cut: Cut, likelihood: Likelihood) -> Loss | None:
     """The loss on the examples of an output: the user's, or, where that is not known, −log p of the targets given."""
+    if loss is not None and len(loss.weights) < len(output):  # it was found on a part, and all are looked at
+        loss = call.behind(likelihood, call.whole)
     if loss is not None:
-        return loss.cut(len(output)) if len(output) < len(loss.weights) else loss
+        return loss.cut(cut) if len(output) < len(loss.weights) else loss
     if call.y is None:
         return None
-    y = call.y[: len(output)]
+    y = cut.rows(call.y)
     likelihood.check_targets(output, y)
     left_in, rows = likelihood.left_in(y), output.ndim > 1 and output[..., 0].numel() == likelihood.targets(output)
     weights = torch.ones_like(output[..., 0] if rows else output.flatten(1)[:, 0] if output.ndim > 1 else output)
     return Loss(likelihood, 1.0, y, widened(weights if left_in is None else left_in.to(weights)), certain=False)
 
 
-def enough(calls: Iterable[Call]) -> int:
-    """How many examples of a step's calls curvature is taken on."""
-    total = sum(examples(call.x) for call in calls)
-    return max(total // PART, min(total, ENOUGH))
-
-
-def examples(x: Any) -> int:
-    """How many examples a batch has: the length of its first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)
+def shares(calls: Sequence[Call], whole: bool) -> list[int]:
+    """How many examples of each call of a step curvature is taken on: of the first ones, until they are enough."""
+    lengths = [examples(call.x) for call in calls]
+    left, found = sum(lengths), list[int]()
+    left = left if whole else max(left // PART, min(left, ENOUGH))
+    for call, length in zip(calls, lengths, strict=True):
+        count = call.cut(min(left, length)).count if left > 0 else 0
+        found.append(count)
+        left -= count
+    return found

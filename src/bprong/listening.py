@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
+from bprong.cut import Cut
 from bprong.likelihood import Likelihood
 from bprong.recording import Arguments, tensor_of
 from bprong.running_loss import reaches, running_loss
@@ -166,19 +167,20 @@ def together(batches: list[Batch]) -> list[Batch]:
     return batches
 
 
-def copied(batch: Any, count: int | None, dtype: torch.dtype) -> Any:
-    """A batch of its own to measure on: the first `count` examples of its tensors, low precision brought to `dtype`.
+def copied(batch: Any, cut: Cut | None, dtype: torch.dtype, *, several: bool = False) -> Any:
+    """A batch of its own to measure on: the examples of a cut, of its tensors, low precision brought to `dtype`.
 
-    Tensors of another length than the first one's are no examples. Inputs in half precision come from autocast, which
-    the pass does without.
+    Tensors of another length than the batch are no examples, unless one may have several rows. Inputs in half precision
+    come from autocast, which the pass does without.
     """
-    leaves, structure = tree_flatten(batch)
-    whole = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        part = leaf[:count] if count is not None and leaf.ndim > 0 and len(leaf) == whole else leaf
-        return part.to(dtype, copy=True) if leaf.dtype in (torch.bfloat16, torch.float16) else part.clone()
+        theirs = cut is not None and leaf.ndim > 0 and (len(leaf) == cut.whole or (several and cut.divides(leaf)))
+        part = cut.rows(leaf) if cut is not None and theirs else leaf
+        if leaf.dtype in (torch.bfloat16, torch.float16):
+            return part.to(dtype, copy=True)
+        return part.clone() if part is leaf else part
 
-    return tree_unflatten([copy(leaf) for leaf in leaves], structure)
+    return tree_map(copy, batch)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bprong.auto import Auto
 from bprong.coverage import COVERED, covered_units, fallback_reason
+from bprong.cut import Cut, examples
 from bprong.directions import Directions
 from bprong.likelihood import Likelihood, likelihood_of, some
 from bprong.listening import Batch, Heard, Listener, copied, gradient_of, mask_by, together, unheard, whole
@@ -208,7 +209,8 @@ class Statistics:
     ) -> dict[str, Measured]:
         layers: dict[str, tuple[Any, bool]] = {name: (self.layers[name].unit, c) for name, c in centred.items()}
         dtype = next(iter(self.layers.values())).weight.dtype
-        x, y, counted = copied((x, y, counted), self._examples, dtype)
+        cut = None if self._examples is None else Cut(self._examples, examples(x))
+        x, (y, counted) = copied(x, cut, dtype), copied((y, counted), cut, dtype, several=True)
         with unheard(), torch.enable_grad():
             heard = not self.observed and not self._empirical
             return record(

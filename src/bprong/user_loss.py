@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bprong.cut import Cut
 from bprong.likelihood import IGNORED, Bernoulli, Categorical, Gaussian, Likelihood
 from bprong.loss_scale import (
     BELOW,
@@ -71,9 +72,9 @@ class Loss:
             (g,) = torch.autograd.grad(torch.where(w == 0, 0, w * self._each(leaf)).sum(), leaf)
         return [float((g * d).sum()) / counts for d in along]
 
-    def cut(self, count: int) -> Loss:
-        """Of the first examples alone."""
-        return replace(self, y=self.y[:count], weights=self.weights[:count])
+    def cut(self, cut: Cut) -> Loss:
+        """Of the examples chosen alone."""
+        return replace(self, y=cut.rows(self.y), weights=cut.rows(self.weights))
 
     def _nll(self, output: Tensor) -> Tensor:
         return self._each(output.detach()).detach()
