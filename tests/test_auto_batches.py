@@ -1,6 +1,7 @@
 """lr="auto" looks at a part of each batch: of what the part is, and batches that have none."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 
 import bprong
 from automatic import auto
+from bprong import evaluation
 from bprong.cut import Cut
-from helpers import mlp, snapshot
+from bprong.schedule import WhiteningWarning
+from helpers import assert_unchanged, mlp, snapshot
 from training import EXACT, assert_same_path, batches
 
 
@@ -122,3 +125,169 @@ def test_statistics_of_some_examples_are_of_such_a_part(flatten):
         y[0] = -100
         ends.append(run(model, optimizer, [(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))] * 3))
     assert_same_path(ends[1], ends[0], 1e-8)
+
+
+# Batches that cannot be cut -------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """With a state whose second dimension is the batch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x, *state):
+        return self.head(self.lstm(x, state)[0])
+
+
+class Masked(nn.Module):
+    """With a mask as long as a batch by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x, mask):
+        return self.head(self.layer(self.first(x), src_mask=mask))
+
+
+class Tanh(torch.autograd.Function):
+    """Without forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Graph(nn.Module):
+    def __init__(self, phi=torch.tanh):
+        super().__init__()
+        self.first, self.head, self.phi = nn.Linear(5, 6), nn.Linear(6, 3), phi
+
+    def forward(self, x, edges):
+        z = self.phi(self.first(x))
+        return self.head(z + torch.zeros_like(z).index_add(0, edges[1], z[edges[0]]))
+
+
+class Lengths(nn.Module):
+    """A list of Python's own; raises nothing, but gives the rows of those that it names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x, lengths):
+        counts = x.new_zeros(len(lengths), 1)
+        counts[: len(x), 0] = x.new_tensor(lengths)[: len(x)]
+        z = x.new_zeros(len(lengths), 5)
+        z[: len(x)] = x.sum(1)
+        return self.head((self.first(z) / counts.clamp(min=1)).tanh())
+
+
+def recurrent():
+    return Recurrent(), torch.randn(70, 4, 5), (torch.zeros(1, 70, 4, dtype=torch.float64),) * 2
+
+
+def masked():
+    return Masked(), torch.randn(70, 70, 5), (torch.zeros(70, 70, dtype=torch.float64),)
+
+
+def graph():
+    return Graph(), torch.randn(70, 5), (torch.arange(70).repeat(2, 1).roll(1, 1),)
+
+
+def lengths():
+    return Lengths(), torch.randn(70, 4, 5), ([4] * 70,)
+
+
+def uncut(made, steps, optimizer_of=auto, resume=None):
+    torch.manual_seed(2)
+    model, x, rest = made()
+    model, x = model.double(), x.double()
+    y = (x[..., :3] if made is not lengths else x[:, 0, :3]).argmax(-1)
+    optimizer = optimizer_of(model)
+    if resume is not None:
+        model.load_state_dict(resume["model"])
+        optimizer.load_state_dict(resume["optimizer"])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, *rest).flatten(0, -2), y.flatten()).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("made", [recurrent, masked, graph, lengths])
+def test_a_batch_that_cannot_be_cut_is_looked_at_whole_and_said_so_once(made, monkeypatch):
+    """As if all of it were always enough. Float64, where an LSTM has forward mode: nothing else is said."""
+    with pytest.warns(WhiteningWarning, match="takes no part of a batch") as said:
+        model, optimizer = uncut(made, 6)
+    assert len(said) == 1
+    assert optimizer._rule.auto.forward_mode
+    monkeypatch.setattr(evaluation, "ENOUGH", 1000)
+    expected, _ = uncut(made, 6)
+    assert_unchanged(snapshot(expected), snapshot(model))
+
+
+def test_without_forward_mode_a_part_that_fails_is_told_from_that():
+    """Both are said, in this order or that; and neither for the other."""
+    with pytest.warns(WhiteningWarning) as said:
+        _, optimizer = uncut(lambda: (Graph(Tanh.apply), *graph()[1:]), 6)
+    words = {str(w.message).split(": ")[1].split(",")[0]: str(w.message) for w in said}
+    assert len(said) == len(words) == 2
+    assert "jvp" in words["forward mode is not to be had"]
+    assert "out of bounds" in words["the model takes no part of a batch"]
+    assert optimizer._rule.whole
+
+
+@pytest.mark.parametrize("t", [1, 2, 5])
+def test_that_it_cannot_be_cut_is_remembered(t):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model, _ = uncut(graph, 8)
+        begun, optimizer = uncut(graph, t)
+        state = copy.deepcopy({"model": begun.state_dict(), "optimizer": optimizer.state_dict()})
+        resumed, again = uncut(graph, 8 - t, resume=state)
+    assert len(said) == 2
+    assert_unchanged(snapshot(model), snapshot(resumed))
+    assert again._rule.whole
+
+
+def test_what_fails_on_all_of_a_batch_is_raised():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.refuses = nn.Linear(5, 3), False
+
+        def forward(self, x):
+            if self.refuses and not torch.is_grad_enabled():
+                raise LookupError("not today")
+            return self.layer(x)
+
+    model = Moody().double()
+    optimizer, data = auto(model), [sequences(70, 1)]
+    run(model, optimizer, data)
+    model.refuses = True
+    with pytest.raises(LookupError, match="not today"):
+        run(model, optimizer, data)
+    assert not optimizer._rule.whole
+
+
+@pytest.mark.parametrize(("size", "parts"), [(63, 2), (9, 8), (65, 1), (1, 3)])
+def test_no_single_example_is_left_for_a_norm_of_the_batch(size, parts):
+    norm = nn.BatchNorm1d(4) if size > 1 else nn.LayerNorm(4)
+    model = nn.Sequential(nn.Linear(5, 4), norm, nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = (t[:, 0] for t in sequences(size * parts, 1))
+    optimizer = auto(model)
+    for _ in range(5):
+        optimizer.zero_grad()
+        for xb, yb in zip(x.split(size), y.split(size), strict=True):
+            F.cross_entropy(model(xb), yb).div(parts).backward()
+        optimizer.step()
+    assert not optimizer._rule.whole

@@ -37,6 +37,7 @@ class AutoStep:
 
     def __init__(self, auto: Auto) -> None:
         self.auto = auto
+        self.whole = False  # whether batches cannot be cut, and all of each is evaluated
         self.pending: Vector = {}  # Δ of the last step, if that was evaluated, for the next batch to judge
         self._said: set[str] = set()
         self._told = (0, 0.0, 1.0)  # the calls behind the scale, their loss by it, and by what .grad was multiplied
@@ -86,7 +87,7 @@ class AutoStep:
                 'lr="auto" has no batch to measure the step on: the model given to the optimizer was not called in '
                 "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
             )
-        counts, kappa = shares(calls, whole=statistics.schedule.t == 0), auto.scale()
+        counts, kappa = shares(calls, self._all(statistics)), auto.scale()
         told = [
             (call, call.loss(likelihood, kappa, count or ENOUGH)) for call, count in zip(calls, counts, strict=True)
         ]
@@ -142,8 +143,11 @@ class AutoStep:
         auto = self.auto
         found = evaluated(
             statistics.model, calls, list(parts.values()), statistics.likelihood, mixed(statistics.schedule.seed, -1),
-            whole=statistics.schedule.t == 0, forward_mode=auto.forward_mode,
+            whole=self._all(statistics), forward_mode=auto.forward_mode,
         )  # fmt: skip
+        if found.uncut is not None:
+            self.whole = True
+            self._say(f"the model takes no part of a batch, so that all of it is evaluated: {found.uncut}")
         tried, auto.forward_mode = auto.forward_mode, auto.forward_mode and found.refused is None
         if found.refused is not None and tried:
             self._say(f"forward mode is not to be had, finite differences stand in for it: {found.refused}")
@@ -165,6 +169,10 @@ class AutoStep:
                 "the targets can no longer be told from the gradient at the output, so the damping and the loss's "
                 "multiple of −log p stay as they are; give them, optimizer.observe(x, y)"
             )
+
+    def _all(self, statistics: Statistics) -> bool:
+        """Whether all examples are evaluated."""
+        return self.whole or statistics.schedule.t == 0
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -189,12 +197,12 @@ class AutoStep:
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """Tensors and plain values only; what is pending by the parameters' order."""
-        pending = [self.pending.get(p) for p in parameters]
-        return self.auto.state_dict() | {"pending": pending, "told": list(self._told)}
+        kept = {"pending": [self.pending.get(p) for p in parameters], "told": list(self._told), "whole": self.whole}
+        return self.auto.state_dict() | kept
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
         kept = dict(state)
-        pending = zip(parameters, kept.pop("pending"), strict=True)
+        pending, self.whole = zip(parameters, kept.pop("pending"), strict=True), kept.pop("whole", False)
         self.pending = {p: d.to(p) for p, d in pending if d is not None}
         calls, loss, factor = kept.pop("told")
         self._told = (calls, loss, factor)

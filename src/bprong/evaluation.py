@@ -109,6 +109,12 @@ class Call:
         rows = [None if self.heard is None else self.heard.output, self.y]
         return cut if all(t is None or cut.divides(t) for t in rows) else Cut(cut.whole, cut.whole)
 
+    def shape(self, cut: Cut) -> tuple[int, ...]:
+        """That of the output on the examples of a cut, or how it begins, as far as is known."""
+        known = self.y.shape[:1] if self.y is not None else torch.Size()
+        known = self.heard.output.shape if self.heard is not None else known
+        return (known[0] // cut.whole * cut.count, *known[1:]) if known else ()
+
     @property
     def whole(self) -> Cut:
         return self.cut(examples(self.x))
@@ -170,6 +176,7 @@ class Evaluation:
     loss     the mean −log p of a target; None: the targets are not known
     slopes   (k,) its derivatives along the directions, on the examples that Q is of
     refused  why forward mode was not to be had
+    uncut    why the model could not be run on a part of the batch; then all of it was looked at
     """
 
     Q: Tensor
@@ -177,6 +184,7 @@ class Evaluation:
     slopes: Tensor | None
     refused: str | None
     _parts: Sequence[_Part]
+    uncut: str | None = None
 
     @property
     def examples(self) -> int:
@@ -209,17 +217,40 @@ def evaluated(
     whole: bool,
     forward_mode: bool,
 ) -> Evaluation:
-    """The quadratic model on the calls of a step and their losses; whole: on all examples, not a part of them."""
+    """The quadratic model on the calls of a step and their losses.
+
+    whole: on all examples; if not, on a part of them, unless it turns out that the model takes none
+    """
     dtype = next(model.parameters()).dtype
     parts: list[_Part] = []
     for i, ((call, loss), count) in enumerate(zip(calls, shares([call for call, _ in calls], whole), strict=True)):
         if count or len(calls) == 1:
             cut = call.cut(count)
             x = copied(call.x, cut, dtype)
-            found = linearized(model, x, directions, seed + i, forward_mode)
+            found = _linearized(model, x, directions, seed + i, forward_mode, call, cut)
+            if isinstance(found, str):
+                again = evaluated(model, calls, directions, likelihood, seed, whole=True, forward_mode=forward_mode)
+                return replace(again, uncut=found)
             on = _on(found.output, call, loss, cut, likelihood)
             parts.append(_measured(model, x, found, on, likelihood, seed + i))
     return Evaluation.of(parts)
+
+
+def _linearized(
+    model: nn.Module, x: Any, directions: Sequence[Vector], seed: int, forward_mode: bool, call: Call, cut: Cut
+) -> Linearized | str:
+    """As `linearized`; of a part of a batch, why it is not to be had: states, masks and graphs are of the whole."""
+    if cut.everything:
+        return linearized(model, x, directions, seed, forward_mode)
+    try:
+        # This tries without forward mode before it says that there is none: what raises then is the part.
+        output = (found := linearized(model, x, directions, seed, forward_mode)).output
+    except Exception as reason:  # whatever a model may raise
+        return f"{type(reason).__name__}: {str(reason).split(chr(10), maxsplit=1)[0]}"
+    expected = call.shape(cut)
+    if output.ndim and tuple(output.shape[: len(expected)]) == expected:
+        return found
+    return f"{cut.count} of {cut.whole} examples have an output of shape {tuple(output.shape)}"
 
 
 def _measured(
@@ -251,12 +282,15 @@ def _on(output: Tensor, call: Call, loss: Loss | None, cut: Cut, likelihood: Lik
 
 
 def shares(calls: Sequence[Call], whole: bool) -> list[int]:
-    """How many examples of each call of a step curvature is taken on: of the first ones, until they are enough."""
+    """How many examples of each call of a step curvature is taken on: of the first ones, until they are enough.
+
+    Never one that is left over from several, whose variance BatchNorm would ask for.
+    """
     lengths = [examples(call.x) for call in calls]
     left, found = sum(lengths), list[int]()
     left = left if whole else max(left // PART, min(left, ENOUGH))
     for call, length in zip(calls, lengths, strict=True):
-        count = call.cut(min(left, length)).count if left > 0 else 0
+        count = call.cut(min(left, length)).count if left > 0 and not left == 1 < length else 0
         found.append(count)
         left -= count
     return found
