@@ -97,16 +97,16 @@ def test_schedulers_run(name):
 
 
 @pytest.mark.parametrize("t", [1, 7, 21, 23, 25])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_resumed_it_goes_on_bit_for_bit(t, decay):
+@pytest.mark.parametrize(("decay", "dtype"), [(0.0, torch.float64), (0.01, torch.float64), (0.0, torch.bfloat16)])
+def test_resumed_it_goes_on_bit_for_bit(t, decay, dtype):
     """Right after an evaluation (1, 7, 21) and between two (23, 25); a norm's parameters follow Adam's rule."""
 
     def made():
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
+        model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
         return model, auto(model, weight_decay=decay)
 
-    data = list(batches(*DATA, 20, 40))
+    data = list(batches(DATA[0].to(dtype), DATA[1], 20, 40))
     model, optimizer = made()
     train(model, optimizer, data[:t])
     file = io.BytesIO()

@@ -17,7 +17,7 @@ from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
 from bprong.preconditioner import Layer
-from bprong.rescaled import Rescaled
+from bprong.rescaled import Rescaled, watched
 from bprong.schedule import WhiteningWarning, mixed
 from bprong.statistics import Statistics
 from bprong.user_loss import Loss
@@ -41,18 +41,18 @@ class AutoStep:
         self.pending: Vector = {}  # Δ of the last step, if that was evaluated, for the next batch to judge
         self._said: set[str] = set()
         self._told = (0, 0.0, 1.0)  # the calls behind the scale, their loss by it, and by what .grad was multiplied
-        self._looked_at: Tensor | None = None
+        self._watched: list[Tensor] = []
         self._rescaled = Rescaled()
 
-    def attach(self, parameter: Tensor) -> None:
-        """Looks at this parameter to find out whether gradients are clipped or unscaled."""
-        self._looked_at = parameter
-        self._rescaled.attach(parameter, self)
+    def attach(self, parameters: Iterable[Tensor]) -> None:
+        """Looks at some of these to find out whether gradients are clipped or unscaled."""
+        self._watched = watched(parameters)
+        self._rescaled.attach(self._watched, self)
 
     def step_(self, groups: Groups, states: States, statistics: Statistics) -> None:
         auto, t = self.auto, statistics.schedule.t
         _slow_(groups, states)
-        factor = 1.0 if self._looked_at is None else self._rescaled.factor(self._looked_at)
+        factor = self._factor()
         calls = self._calls(groups, statistics, factor)
         scale = auto.memory.scale * factor
         gradients = {p: _gradient(p, group, scale) for p, group in groups.items()}
@@ -69,11 +69,21 @@ class AutoStep:
         _update_(parts, c, groups, states)
         if statistics.due:  # for the report; not worth its price at every step
             for layer in statistics.layers.values():
-                if (last := states[layer.weight].get(LAST)) is not None:
+                if (last := states.get(layer.weight, {}).get(LAST)) is not None:
                     layer.step_norm = float(layer.unit.own(last).norm())
         self.pending = parts["whitened"] if found is not None else {}
         if found is not None and found.loss is not None and not auto.learn(found, c, found.change(statistics.model)):
             self._undo_(states, groups, t)
+
+    def _factor(self) -> float:
+        """What gradients were multiplied by since the backward pass."""
+        factor = self._rescaled.factor(self._watched)
+        if factor is None:
+            self._say(
+                "gradients were multiplied by more than one factor between the backward pass and the step, as by "
+                "clip_grad_value_: they are taken as they are"
+            )
+        return 1.0 if factor is None else factor
 
     def _calls(self, groups: Groups, statistics: Statistics, factor: float) -> Calls:
         """The calls of a step with their losses, and the scale of the user's gradient; unless both are as before."""
@@ -192,8 +202,7 @@ class AutoStep:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _rescaled=Rescaled())
-        if self._looked_at is not None:
-            self._rescaled.attach(self._looked_at, self)
+        self._rescaled.attach(self._watched, self)
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """Tensors and plain values only; what is pending by the parameters' order."""
@@ -203,7 +212,7 @@ class AutoStep:
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
         kept = dict(state)
         pending, self.whole = zip(parameters, kept.pop("pending"), strict=True), kept.pop("whole", False)
-        self.pending = {p: d.to(p) for p, d in pending if d is not None}
+        self.pending = {p: d.to(p.device) for p, d in pending if d is not None}
         calls, loss, factor = kept.pop("told")
         self._told = (calls, loss, factor)
         self.auto.load_state_dict(kept)

@@ -116,7 +116,7 @@ class BPRONG(Optimizer):
         self._refused = 0
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         if isinstance(self._rule, AutoStep):
-            self._rule.attach(self._parameters[-1])
+            self._rule.attach(self._parameters)
 
     def _chosen(
         self, lr: object, likelihood: Likelihood, momentum: float, *damping: float | Damping | None
