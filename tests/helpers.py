@@ -82,3 +82,18 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         return self.head(self.mha(x, x, x, need_weights=False)[0])
+
+
+class Woken(nn.Module):
+    """Has a layer that is used once it is awake; by_hand: in a way that no statistics see."""
+
+    def __init__(self, by_hand: bool = False):
+        super().__init__()
+        self.used, self.idle, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.by_hand, self.awake = by_hand, False
+
+    def forward(self, x):
+        z = self.used(x).tanh()
+        if self.awake:
+            z = z + (z @ self.idle.weight.T + self.idle.bias if self.by_hand else self.idle(z))
+        return self.head(z)

@@ -123,7 +123,7 @@ class Call:
         """The user's loss, if what was heard tells it: of so many examples, if these leave no doubt, or of all."""
         if self.heard is None:
             return None
-        output, targets, cut = self.heard.output, self.targets(likelihood), self.cut(count)
+        targets, cut = self.targets(likelihood), self.cut(count)
         loss = None if cut.everything else self.behind(likelihood, cut)
         if loss is None or not loss.certain or bool((loss.weights > 1).any()):  # weights are one on average over all
             loss = self.behind(likelihood, self.whole)

@@ -19,7 +19,7 @@ from bprong.likelihood import Likelihood
 from bprong.recording import Arguments, tensor_of
 from bprong.running_loss import reaches, running_loss
 
-__all__ = ["Batch", "Heard", "Listener", "copied", "gradient_of", "mask_by", "together", "unheard", "whole"]
+__all__ = ["Batch", "Heard", "Listener", "copied", "gradient_of", "mask_by", "together", "told", "unheard", "whole"]
 
 Batch = tuple[Any, Tensor | None, Tensor | None]  # x, the data's targets, and which of them count; None: unknown, all
 
@@ -165,6 +165,21 @@ def together(batches: list[Batch]) -> list[Batch]:
     if all(counted is None or counted.all() for *_, counted in batches):
         return [(x, y, None) for x, y, _ in batches]
     return batches
+
+
+def told(read: Any, likelihood: Likelihood, empirical: bool, backward: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The data's targets, and which of them count, from what was read off the gradient at the output.
+
+    empirical: the targets are wanted; backward: errors are, so that what is wrong, in words, is raised
+    """
+    if isinstance(read, Heard):
+        read = read.gradient if empirical else likelihood.heard(read.gradient)
+    if isinstance(read, str) and backward:
+        raise ValueError(read)
+    if not isinstance(read, Tensor) or not empirical:
+        return None, read if isinstance(read, Tensor) else None
+    y = likelihood.targets_behind(read)
+    return y, likelihood.left_in(y)
 
 
 def copied(batch: Any, cut: Cut | None, dtype: torch.dtype, *, several: bool = False) -> Any:

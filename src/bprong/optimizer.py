@@ -148,7 +148,7 @@ class BPRONG(Optimizer):
             self.statistics.forget()
             return loss
         with without_autocast(next(iter(groups)).device.type):
-            if self.statistics.due:
+            if self.statistics.due or self.statistics.woken:
                 self.statistics.refresh(self._centred(), self._carry)
             with self.statistics.watch.on("step"):
                 self._rule.step_(groups, self.state, self.statistics)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -91,6 +92,7 @@ class Schedule:
         self._moments: dict[tuple[str, Side], Moments] = {}
         self._failures: Counter[tuple[str, Side]] = Counter()
         self._warned: set[str] = set()
+        self._besides = False  # a look of its own, whatever the clock says
         self._slow: dict[tuple[str, Side], int] = {}  # by how many periods looks at a side are apart
 
     def pace(self, every: int) -> None:
@@ -100,11 +102,20 @@ class Schedule:
     def _period(self, side: Side) -> tuple[int, int]:
         return self.settings.periods[side] if self.every is None else (self.every, 0)
 
+    @contextmanager
+    def besides(self, look: bool) -> Iterator[None]:
+        """All sides are due while a look lasts that is made besides those of the clock."""
+        self._besides = look
+        try:
+            yield
+        finally:
+            self._besides = False
+
     @property
     def _early(self) -> bool:
         """Whether statistics are young: at the start, and after an eighth, a quarter and half of the first period."""
-        if self.settings.overhead is None:
-            return False
+        if self._besides or self.settings.overhead is None:
+            return self._besides
         first = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}
         return self.t == 0 or self.t in first.union(self.settings.early)
 

@@ -21,9 +21,10 @@ from bprong.coverage import COVERED, covered_units, fallback_reason
 from bprong.cut import Cut, examples
 from bprong.directions import Directions
 from bprong.likelihood import Likelihood, likelihood_of, some
-from bprong.listening import Batch, Heard, Listener, copied, gradient_of, mask_by, together, unheard, whole
+from bprong.listening import Batch, Listener, copied, gradient_of, mask_by, together, told, unheard, whole
 from bprong.moments import wide
 from bprong.preconditioner import Direction, Layer
+from bprong.reached import check_reached, trained, without_errors
 from bprong.recording import Measured, measure, merged, random_numbers, record, tensor_of
 from bprong.refreshing import Carry, Refreshing
 from bprong.reporting import Report, Stopwatch
@@ -64,6 +65,7 @@ class Statistics:
         self.covered = {p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None}
         self.given_up: list[str] = []
         self._lost: dict[Tensor, str] = {}
+        self._idle: set[str] = set()  # layers that no statistics have reached yet
         self.schedule = Schedule(settings, SIDES if backward else ("forward",))
         self._refreshing = Refreshing(self.layers, self.schedule, auto)
         self.watch = Stopwatch()
@@ -89,7 +91,7 @@ class Statistics:
 
     def _attend(self) -> None:
         """What the listener keeps until the next step; it must not hold on to this object."""
-        self._listener.wanted = self.due or self.auto is not None
+        self._listener.wanted = self.due or self.auto is not None or bool(self._idle)
         self._listener.read = (
             whole if self.auto is not None else gradient_of if self._empirical else mask_by(self.likelihood)
         )
@@ -117,27 +119,40 @@ class Statistics:
         if self._listener.wanted:
             self.observed.append((x, y, self.likelihood.left_in(y) if isinstance(y, Tensor) else None))
 
+    @property
+    def woken(self) -> list[str]:
+        """Layers that were idle at all refreshes and have a gradient in this step, of a batch that was seen."""
+        if not self._idle or self._fresh:
+            return []
+        found = trained(layer for name, layer in self.layers.items() if name in self._idle)
+        return found if found and (self.observed or self._recorded or self.heard()) else []
+
     def refresh(self, centred: Centred, carry: Carry) -> None:
         """Measures and refreshes what this step asks for, in the layers given; an error changes nothing."""
-        schedule = self.schedule
+        schedule, woken = self.schedule, self.woken
+        if not self.due:  # without an inverse a layer would follow its plain gradient until the next look
+            centred = {name: centred[name] for name in woken if name in centred}
         if not centred:
             return
         self._directions = None
-        with self.watch.on("statistics"):
-            measured = self._measure(centred)
+        with schedule.besides(bool(woken)), self.watch.on("statistics"):
+            new = set(centred) if self._fresh else self._idle & centred.keys()
+            measured = self._measure(centred, new)
             for name, m in measured.items():
                 self.layers[name].look(m.z, m.delta)
             schedule.average_(measured)
             for name, m in measured.items():
                 self.layers[name].note(m)
-            if self.auto is not None and self._fresh:
-                self.auto.look(measured)
-        with self.watch.on("factorisation"):
+            if self.auto is not None and new:
+                known = self.auto.relative
+                self.auto.look({name: m for name, m in measured.items() if name in new})
+                self.auto.relative |= known
+        with schedule.besides(bool(woken)), self.watch.on("factorisation"):
             for side in schedule.due:
                 self._refreshing.refresh(side, measured, centred, carry)
         self._refreshing.pace(measured)
 
-    def _measure(self, centred: Centred) -> dict[str, Measured]:
+    def _measure(self, centred: Centred, new: set[str]) -> dict[str, Measured]:
         passes = self._recorded or [self._pass(i, x, y, centred, c) for i, (x, y, c) in enumerate(self._batches())]
         if not passes:
             raise RuntimeError(
@@ -146,9 +161,12 @@ class Statistics:
                 "optimizer.observe(x) or optimizer.recording(); if it was compiled, give the compiled model"
             )
         measured = {name: merged([seen[name] for seen in passes]) for name in centred}
-        if self._fresh:
-            self._check_reached(measured)
-            for name in [name for name, m in measured.items() if m.unexplained]:
+        if new:
+            first = {name: m for name, m in measured.items() if name in new}
+            self._idle = (self._idle - new) | check_reached(first, self.layers)
+            for name in without_errors(first) if "backward" in self.schedule.wanted else ():
+                self.schedule.warn(name, "backward", "no error reaches it from the output looked at; forward only")
+            for name in [name for name, m in first.items() if m.unexplained]:
                 del measured[name]
                 self._give_up(name)
         return measured
@@ -179,30 +197,8 @@ class Statistics:
 
     def _batches(self) -> list[Batch]:
         """What was given or heard since the last step."""
-        return together(self.observed or [(call, *self._told(read)) for call, read in self.heard()])
-
-    def _told(self, read: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The data's targets, and which of them count, from what was read off the gradient at the output."""
-        if isinstance(read, Heard):
-            read = read.gradient if self._empirical else self.likelihood.heard(read.gradient)
-        if isinstance(read, str) and "backward" in self.schedule.sides:
-            raise ValueError(read)
-        if not isinstance(read, Tensor) or not self._empirical:
-            return None, read if isinstance(read, Tensor) else None
-        y = self.likelihood.targets_behind(read)
-        return y, self.likelihood.left_in(y)
-
-    def _check_reached(self, measured: Mapping[str, Measured]) -> None:
-        """At the first refresh every trained layer must have been seen: later, one may be idle for a while."""
-        missing = [name for name, m in measured.items() if not m.called]
-        if missing:
-            raise RuntimeError(
-                f"no statistics reached {', '.join(map(repr, missing))}: not called when the model is. A layer that is "
-                f"used in another way is not covered: freeze it, or train it with another optimizer"
-            )
-        for name, m in measured.items():
-            if "backward" in self.schedule.wanted and m.probe is not None and not (m.delta or m.delta_rows):
-                self.schedule.warn(name, "backward", "no error reaches it from the output looked at; forward only")
+        how = (self.likelihood, self._empirical, "backward" in self.schedule.sides)
+        return together(self.observed or [(call, *told(read, *how)) for call, read in self.heard()])
 
     def _pass(
         self, index: int, x: Any, y: Tensor | None, centred: Centred, counted: Tensor | None = None
@@ -213,8 +209,9 @@ class Statistics:
         x, (y, counted) = copied(x, cut, dtype), copied((y, counted), cut, dtype, several=True)
         with unheard(), torch.enable_grad():
             heard = not self.observed and not self._empirical
+            verify = index == 0 and (self._fresh or bool(self.woken))
             return record(
-                self.model, layers, x, y, counted=counted, heard=heard, verify=self._fresh and index == 0,
+                self.model, layers, x, y, counted=counted, heard=heard, verify=verify,
                 seed=mixed(self.schedule.seed, index), **self._how(),
             )  # fmt: skip
 
@@ -261,6 +258,7 @@ class Statistics:
         return {
             "schedule": self.schedule.state_dict(),
             "given_up": list(self.given_up),
+            "idle": sorted(self._idle),
             "tracks": self._refreshing.state_dict(),
             "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
@@ -279,6 +277,7 @@ class Statistics:
         self._directions = None
         for name in state.get("given_up", ()):
             self._give_up(name, warn=False)
+        self._idle = set(state.get("idle", ()))
         devices = {name: wide(layer.weight[:0]).device for name, layer in self.layers.items()}
         self.schedule.load_state_dict(state["schedule"], devices)
         self._refreshing.load_state_dict(state.get("tracks", {}))
