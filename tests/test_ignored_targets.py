@@ -131,7 +131,7 @@ def test_micro_batches_and_sub_samples_know_their_own_padding():
     sampled = bprong.BPRONG(model, options=EXACT | {"examples": 2})
     cross_entropy(model(x), y).backward()
     sampled.step()
-    assert_close(sampled.statistics.layers["0"].c, x[:2][y[:2] >= 0].mean(0), 1e-12)
+    assert_close(sampled.statistics.layers["0"].c, x[::3][y[::3] >= 0].mean(0), 1e-12)
 
 
 def test_every_target_ignored_is_as_if_none_were():

@@ -16,11 +16,11 @@ from bprong.evaluation import ENOUGH, Call, Evaluation, Scale, evaluated, shares
 from bprong.fallback import adam_direction
 from bprong.listening import Heard
 from bprong.moves import Groups, States
-from bprong.preconditioner import Layer
 from bprong.rescaled import Rescaled, watched
 from bprong.schedule import WhiteningWarning, mixed
 from bprong.statistics import Statistics
 from bprong.user_loss import Loss
+from bprong.vectors import dot, metric
 
 __all__ = ["AutoStep"]
 
@@ -57,15 +57,15 @@ class AutoStep:
         scale = auto.memory.scale * factor
         gradients = {p: _gradient(p, group, scale) for p, group in groups.items()}
         if self.pending:
-            auto.judge(_dot(gradients, self.pending))
+            auto.judge(dot(gradients, self.pending))
         rate = max(float(group["lr"]) for group in groups.values())
         shares = {p: float(group["lr"]) / rate if rate else 1.0 for p, group in groups.items()}
         parts = self._directions(gradients, states, statistics, shares)
         evaluates = auto.evaluates(t)
-        slopes = {name: _dot(gradients, d) for name, d in parts.items() if evaluates or name == "whitened"}
+        slopes = {name: dot(gradients, d) for name, d in parts.items() if evaluates or name == "whitened"}
         found = self._evaluate(parts, calls, statistics) if evaluates else None
-        metric = None if found is None else _metric(parts, statistics.layers.values(), groups)
-        c = auto.choose(t, slopes, found, metric, rate)
+        products = None if found is None else metric(parts, statistics.layers.values(), groups)
+        c = auto.choose(t, slopes, found, products, rate)
         _update_(parts, c, groups, states)
         if statistics.due:  # for the report; not worth its price at every step
             for layer in statistics.layers.values():
@@ -259,36 +259,6 @@ def _update_(parts: Mapping[str, Vector], c: Parts, groups: Groups, states: Stat
     torch._foreach_add_(list(groups), updates)
 
 
-def _dot(a: Vector, b: Vector) -> float:
-    """The sum over all parameters that both name."""
-    return sum(_inner(a[p], d) for p, d in b.items() if p in a)
-
-
-def _inner(a: Tensor, b: Tensor) -> float:
-    if a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous():
-        return float(torch.dot(a.view(-1), b.view(-1)))
-    return float((a * b).sum())
-
-
-def _metric(parts: Mapping[str, Vector], layers: Iterable[Layer], groups: Groups) -> tuple[Tensor, Tensor]:
-    """Products of the directions, weights whose inputs have units of their own counting in these; ½ weight_decay ‖θ‖²'s
-    curvature: (k, k) each."""
-    units = {layer.weight: layer.units for layer in layers if layer.units is not None}
-    decay = {p: group["weight_decay"] for p, group in groups.items() if group["weight_decay"]}
-    decayed = {name: {p: d for p, d in directions.items() if p in decay} for name, directions in parts.items()}
-    return _gram(parts, units), _gram(decayed, decay)
-
-
-def _gram(parts: Mapping[str, Vector], weights: Mapping[Tensor, Tensor | float]) -> Tensor:
-    """dᵢᵀ diag(weights) dⱼ, one where there is none."""
-    vectors, found = list(parts.values()), torch.zeros(len(parts), len(parts), dtype=torch.float64)
-    for j, other in enumerate(vectors):
-        weighted = {p: d * weights[p] if p in weights else d for p, d in other.items()} if weights else other
-        for i in range(j + 1):
-            found[i, j] = found[j, i] = _dot(vectors[i], weighted)
-    return found
-
-
 def _seen(statistics: Statistics) -> list[Call]:
     """The calls since the last step: those given, with what was heard of them, or those heard of."""
     heard = [(x, read if isinstance(read, Heard) else None) for x, read in statistics.heard()]
@@ -308,4 +278,4 @@ def _compared(groups: Groups, calls: Calls, statistics: Statistics, forward_mode
     seed = mixed(statistics.schedule.seed, -1)
     found = evaluated(statistics.model, calls, [g], statistics.likelihood, seed, whole=True, forward_mode=forward_mode)
     slope = 0.0 if found.slopes is None else float(found.slopes[0])
-    return _dot(g, g) / slope if slope > 0 else 1.0
+    return dot(g, g) / slope if slope > 0 else 1.0
