@@ -49,6 +49,7 @@ NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, o
 GENTLE, SHORTEST = 0.25, 1e-6  # of that bound for the first step, twice as much after each that was good; the least
 PROMISE = 2.0  # of the loss: a slope that promises more, of which its minimum keeps half, cannot be true
 SURPRISE = 4.0  # times more or less of Δ than the average: what one evaluation is believed, if it asks for as much
+ASTRAY = 10.0  # times the loss at first: more than that, and the last update is taken back
 HELD = 0.01  # of λ's part in a step's curvature: where F's is less, λ holds the step alone, and falls below its bound
 SPREAD = 1e4  # of variances, above which each is the unit of its own damping
 Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
@@ -62,6 +63,8 @@ class Memory:
     true: float = 1.0  # the sums whose ratio is s
     promised: float = 1.0
     loss: float | None = None
+    first: float | None = None  # the user's loss by its scale, at first and by now, with all that is in it
+    now: float = 0.0
     coefficients: Parts = field(default_factory=dict)
     length: float = 0.0  # ½dᵀFd of the last step, measured or estimated
     curvature: Parts = field(default_factory=dict)  # dᵢᵀFdᵢ at the last evaluation
@@ -145,10 +148,11 @@ class Auto:
         """c and ½dᵀFd within the bound, and such that α ∇LᵀΔ promises no more than a part of the loss there is: what F
         does not see of a loss, a penalty on activations, could make it promise anything."""
         c, length = shortened(c, length, self._limit())
-        promised, loss = -float(c[0]) * slope, self.memory.loss
-        if loss is None or self.free or promised <= PROMISE * loss:
+        promised, m = -float(c[0]) * slope, self.memory
+        if m.loss is None or self.free:
             return c, length
-        part = PROMISE * max(loss, 0.0) / promised
+        most = PROMISE * (m.now if m.now > ASTRAY * m.loss else m.loss)
+        part = most / promised if promised > most else 1.0
         return c * part, length * part**2
 
     def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], rate: float) -> Parts:
@@ -202,6 +206,13 @@ class Auto:
     def _limit(self) -> float:
         """The bound, or, at first and after a step that was taken back, a part of it."""
         return self._bound() * (1.0 if self.memory.limit is None else self.memory.limit)
+
+    def astray(self, loss: float) -> bool:
+        """Notes the user's loss by its scale, and says whether a step has led it far above where it began: evaluations
+        are of a part of a batch, not at every step, and know nothing of what is in a loss beside −log p."""
+        m = self.memory
+        m.first, m.now = loss if m.first is None else m.first, loss
+        return loss > ASTRAY * max(m.first, m.loss or 0.0) and m.first > 0
 
     def learn(self, found: Evaluation, c: Parts, change: float) -> bool:
         """λ from what the loss did; False: it went up so much, or out of all bounds, that the step is to be undone."""

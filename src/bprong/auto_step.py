@@ -25,7 +25,7 @@ from bprong.vectors import dot, metric
 __all__ = ["AutoStep"]
 
 ADAM = 1e-3  # the learning rate of Adam's direction, before its coefficient
-JUMP = math.sqrt(2)  # of a loss from one step to another, at which its scale is looked at again
+JUMP = 4.0  # times: a loss that is so much more or less than the last may be another multiple of −log p
 REACHED = 1e-6  # of −log p: below, a gradient that tells no targets is rounding
 LAST, RATE = "last_update", "last_rate"  # the keys of Δ₀ in a parameter's state, and of the lr it was made at
 Vector = dict[Tensor, Tensor]
@@ -73,7 +73,12 @@ class AutoStep:
                     layer.step_norm = float(layer.unit.own(last).norm())
         self.pending = parts["whitened"] if found is not None else {}
         if found is not None and found.loss is not None and not auto.learn(found, c, found.change(statistics.model)):
-            self._undo_(states, groups, t)
+            self.undo_(groups, states, t)
+
+    def takes_back_(self, groups: Groups, states: States, statistics: Statistics) -> bool:
+        """Whether the last update has led astray, and is no more; it is judged before anything is measured there."""
+        loss = _value(_seen(statistics)) / self.auto.memory.scale
+        return self.auto.astray(loss) and self.undo_(groups, states, statistics.schedule.t)
 
     def _factor(self) -> float:
         """What gradients were multiplied by since the backward pass."""
@@ -189,13 +194,16 @@ class AutoStep:
             self._said.add(message)
             warnings.warn(f'lr="auto": {message}', WhiteningWarning, stacklevel=7)
 
-    def _undo_(self, states: States, groups: Groups, t: int) -> None:
-        """Takes back an update that made things much worse; the next one starts from rest."""
+    def undo_(self, groups: Groups, states: States, t: int) -> bool:
+        """Takes back the last update, if there is one; the next starts from rest."""
         updates = {p: states[p][LAST] for p in groups if LAST in states[p]}
+        if not any(bool(update.any()) for update in updates.values()):
+            return False
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}
         self.auto.undone(t)
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_rescaled"}

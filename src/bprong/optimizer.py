@@ -144,7 +144,7 @@ class BPRONG(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
-        if not self._acceptable(groups):
+        if not self._acceptable(groups) or self._turns_back(groups):
             self.statistics.forget()
             return loss
         with without_autocast(next(iter(groups)).device.type):
@@ -172,9 +172,15 @@ class BPRONG(Optimizer):
         message = f"step {self.statistics.schedule.t} refused: the gradient of {', '.join(bad)} is not finite"
         if self._refused >= PATIENCE:
             raise FloatingPointError(f"{message} ({PATIENCE} times in a row)")
+        if self._refused == PATIENCE - 1 and isinstance(self._rule, AutoStep):  # not one bad batch: a bad step
+            self._rule.undo_(groups, self.state, self.statistics.schedule.t)
         # past torch's two wrappers of step(), to the line that called it
         warnings.warn(f"{message}; nothing was changed", WhiteningWarning, stacklevel=5)
         return False
+
+    def _turns_back(self, groups: Mapping[Tensor, Group]) -> bool:
+        """Whether lr="auto" takes back the last update instead of making another."""
+        return isinstance(self._rule, AutoStep) and self._rule.takes_back_(groups, self.state, self.statistics)
 
     def _carry(self, layer: Layer, c_before: Tensor | None) -> None:
         """A new centre c: the bias's velocity as seen from it, so that its velocity as such stays what it is."""
