@@ -25,7 +25,7 @@ from bprong.vectors import dot, metric
 __all__ = ["AutoStep"]
 
 ADAM = 1e-3  # the learning rate of Adam's direction, before its coefficient
-JUMP = 4.0  # times: a loss that is so much more or less than the last may be another multiple of −log p
+JUMP = 2.0  # times: a loss that is so much more or less than the last may be another multiple of −log p
 REACHED = 1e-6  # of −log p: below, a gradient that tells no targets is rounding
 LAST, RATE = "last_update", "last_rate"  # the keys of Δ₀ in a parameter's state, and of the lr it was made at
 Vector = dict[Tensor, Tensor]
