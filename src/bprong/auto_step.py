@@ -14,6 +14,7 @@ from bprong.auto import Auto, Parts
 from bprong.cut import examples
 from bprong.evaluation import ENOUGH, Call, Evaluation, Scale, evaluated, shares
 from bprong.fallback import adam_direction
+from bprong.likelihood import Gaussian
 from bprong.listening import Heard
 from bprong.moves import Groups, States
 from bprong.rescaled import Rescaled, watched
@@ -94,8 +95,9 @@ class AutoStep:
         """The calls of a step with their losses, and the scale of the user's gradient; unless both are as before."""
         auto, m, likelihood = self.auto, self.auto.memory, statistics.likelihood
         evaluates, calls = auto.evaluates(statistics.schedule.t), _seen(statistics)
+        jump = JUMP if isinstance(likelihood, Gaussian) else JUMP**3  # by which batches of classes differ anyway
         targets = sum(call.targets(likelihood) for call in calls)
-        if not evaluates and (not calls or self._as_before(calls, targets, factor)):
+        if not evaluates and (not calls or self._as_before(calls, targets, factor, jump)):
             return []
         if not calls:
             raise RuntimeError(
@@ -129,14 +131,14 @@ class AutoStep:
             self.pending, m.slope = {}, m.slope * kappa.revised
             m.loss = None if m.loss is None else m.loss * kappa.revised**2
 
-    def _as_before(self, calls: Collection[Call], targets: int, factor: float) -> bool:
+    def _as_before(self, calls: Collection[Call], targets: int, factor: float, jump: float) -> bool:
         """Whether the scale can still be what it was: as many calls, with as many targets if that matters, a loss that
         is not another one by far, as when its weight has changed, and the same power of two in mixed precision."""
         m, (number, loss, before) = self.auto.memory, self._told
         now, power = _value(calls) / m.scale, math.log2(factor / before)
         same = len(calls) == number and (targets == m.targets or self.auto.scale().is_mean)
         same = same and (abs(power) < 0.5 or abs(power - round(power)) > 1e-5)
-        return same and (loss == 0 or now == 0 or loss / JUMP < now < loss * JUMP)
+        return same and (loss == 0 or now == 0 or loss / jump < now < loss * jump)
 
     def _directions(
         self, gradients: Vector, states: States, statistics: Statistics, shares: Mapping[Tensor, float]
