@@ -7,11 +7,13 @@ mode (Martens & Grosse 2015, section 6). What makes this safe at every batch siz
 
 - The slope along Δ is taken s times. Δ contains the batch's own noise, so ∇Lᵀ Δ promises more than other data keep;
   the next batch's gradient tells how much of it was true.
-- The step's ½dᵀFd, how far the predictions move, is bounded by a part of the loss that is left.
+- The step's ½dᵀFd, how far the predictions move, is bounded by a part of the loss that is left; and α ∇LᵀΔ by twice
+  the loss, since no minimum keeps more than half of such a promise.
 - λ, split between Ž and D by their mean eigenvalues, doubles when the loss fell by less than a quarter of what the
-  model promised, comes down slowly when it kept its promise, and stays within bounds.
+  model promised, comes down slowly when it kept its promise, and stays within bounds; on a plateau, where nothing but
+  λ holds the step, it comes down fast and has no bound.
 - α and μ are averaged over evaluations, and those are made at every tenth step after the first twenty.
-- A step that raised the loss by far is taken back; the next is half as long, and twenty are all evaluated.
+- A step that raised the loss by far is taken back; the next goes a quarter as far, and twenty are all evaluated.
 """
 
 from __future__ import annotations

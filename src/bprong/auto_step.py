@@ -104,7 +104,7 @@ class AutoStep:
                 'lr="auto" has no batch to measure the step on: the model given to the optimizer was not called in '
                 "training mode with gradients. Use optimizer.observe(x, y) before the step, or give a learning rate"
             )
-        counts, kappa = shares(calls, self._all(statistics)), auto.scale()
+        counts, kappa = shares(calls, self.whole), auto.scale()
         told = [
             (call, call.loss(likelihood, kappa, count or ENOUGH)) for call, count in zip(calls, counts, strict=True)
         ]
@@ -160,7 +160,7 @@ class AutoStep:
         auto = self.auto
         found = evaluated(
             statistics.model, calls, list(parts.values()), statistics.likelihood, mixed(statistics.schedule.seed, -1),
-            whole=self._all(statistics), forward_mode=auto.forward_mode,
+            whole=self.whole, forward_mode=auto.forward_mode,
         )  # fmt: skip
         if found.uncut is not None:
             self.whole = True
@@ -186,10 +186,6 @@ class AutoStep:
                 "the targets can no longer be told from the gradient at the output, so the damping and the loss's "
                 "multiple of −log p stay as they are; give them, optimizer.observe(x, y)"
             )
-
-    def _all(self, statistics: Statistics) -> bool:
-        """Whether all examples are evaluated."""
-        return self.whole or statistics.schedule.t == 0
 
     def _say(self, message: str) -> None:
         if message not in self._said:

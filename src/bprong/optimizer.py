@@ -53,12 +53,12 @@ class BPRONG(Optimizer):
                       as for SGD; momentum is a velocity in ordinary coordinates
     likelihood        "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`
     params            parameters or parameter groups; by default all trainable parameters of the model
-    weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty in the loss
+    weight_decay      decoupled, of ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; the defaults are docs/sweep.md's; lr="auto":
                       chosen along with the step, unless they are given
     every             steps between refreshes of the statistics; None: as they drift, within a tenth of all time
-    max_step          a bound on the length of each step in the Fisher metric, momentum apart; None: no bound
+    max_step          a bound on the length of each step in the Fisher metric, momentum apart unless lr="auto"
     options           expert settings: see `bprong.expert.Expert`
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -37,6 +37,7 @@ __all__ = ["Recorder", "Statistics"]
 
 SEEN_IN_PART = "its weight is used in other ways too, which cannot be seen"
 PASSING = ("observed", "_recorded", "_heard", "_directions")  # what lasts from one step to the next at most
+YOUNG = 4  # looks at the statistics before the first period is over, besides the early ones
 Recorder = Callable[..., None]
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 
@@ -58,7 +59,7 @@ class Statistics:
     ) -> None:
         self.root, self.auto = model, auto
         self.model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        units, exact_first = covered_units(self.model, limits), len(settings.early) + 1 if settings.early else 0
+        units, exact_first = covered_units(self.model, limits), len(settings.early) + YOUNG if settings.early else 0
         self.layers = {unit.name: Layer(unit, solver, exact_first) for unit in units}
         if not self.layers:
             raise ValueError(f"{type(self.model).__name__} has no layer that could be whitened: {COVERED}")
