@@ -78,6 +78,8 @@ class AutoStep:
 
     def takes_back_(self, groups: Groups, states: States, statistics: Statistics) -> bool:
         """Whether the last update has led astray, and is no more; it is judged before anything is measured there."""
+        if statistics.schedule.t == 0:  # nothing was made, and the loss's scale is not known
+            return False
         loss = _value(_seen(statistics)) / self.auto.memory.scale
         return self.auto.astray(loss) and self.undo_(groups, states, statistics.schedule.t)
 
