@@ -1,0 +1,187 @@
+"""What a user sees of the limits in lr="auto": of steps, of damping, of what is believed and of what is looked at."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bprong
+from automatic import DATA, auto, loss_of
+from bprong.fisher import factors, fisher_matrices
+from helpers import mlp, snapshot
+from training import EXACT, assert_same_path, batches, train
+
+
+def vector(model):
+    """The parameters in the order of `fisher_matrices`: of each layer (b, W) by columns."""
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    return torch.cat([torch.cat([m.bias[None], m.weight.T]).flatten() for m in layers]).detach().clone()
+
+
+def moves(model, optimizer, steps):
+    """½dᵀFd of each step on all data, with the explicit Fisher matrix, and the losses before."""
+    found, losses = [], []
+    for _ in range(steps):
+        F_, before = fisher_matrices(factors(model, DATA[0], "categorical"))["exact"], vector(model)
+        losses.append(loss_of(model))
+        train(model, optimizer, [DATA])
+        d = vector(model) - before
+        found.append(float(d @ F_ @ d) / 2)
+    return found, losses
+
+
+@pytest.mark.parametrize("lr", [1.0, 50.0])
+def test_no_learning_rate_moves_predictions_further_than_the_bound(lr):
+    """A part of the averaged loss; a quarter of that at the first step, half at the second. Fifty times as far is
+    beyond it, so it is reached; steps that are not evaluated go by an estimate."""
+    model = mlp(5, 4, 3)
+    model[2].weight.data *= 8
+    optimizer, averaged = auto(model, options=EXACT), None
+    optimizer.param_groups[0]["lr"] = lr
+    found, losses = moves(model, optimizer, 10)
+    for t, (length, loss) in enumerate(zip(found, losses, strict=True)):
+        averaged = loss if averaged is None else 0.9 * averaged + 0.1 * loss
+        most = max(0.05 * averaged, min(0.1, 0.25 * averaged)) * {0: 0.25, 1: 0.5}.get(t, 1.0)
+        assert length == pytest.approx(most) if lr > 1 else length <= 1.000001 * most
+    assert losses[-1] < losses[0] / 10
+
+
+def test_max_step_bounds_the_length_of_every_step_and_is_reached():
+    """dᵀFd ≤ max_step², at evaluations; between them it is estimated."""
+    found, losses = moves(model := mlp(5, 4, 3), auto(model, max_step=0.05, options=EXACT), 8)
+    lengths = [math.sqrt(2 * x) for x in found]
+    assert lengths[:3] == pytest.approx([0.025, 0.05 * math.sqrt(0.5), 0.05], rel=1e-6)
+    assert max(lengths) <= 0.05 * (1 + 1e-6)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("given", [{"forward_damping": 0.3, "backward_damping": 0.07}, {}])
+def test_a_damping_that_is_given_stays(given):
+    model = mlp(5, 4, 3)
+    optimizer = auto(model, every=1, **given)
+    seen = {"forward_damping": set(), "backward_damping": set()}
+    for batch in batches(*DATA, 20, 12):
+        train(model, optimizer, [batch])
+        for key, values in seen.items():
+            values |= {round(row[key], 12) for row in optimizer.report().layers}
+    assert all(values == {given[key]} if given else len(values) > 10 for key, values in seen.items())
+
+
+def test_curvature_is_taken_on_all_of_the_first_batch_and_on_an_eighth_of_others_or_on_64():
+    lengths = []
+
+    class Counting(nn.Identity):
+        def forward(self, x):
+            lengths.append(len(x))
+            return x
+
+    model = nn.Sequential(Counting(), nn.Linear(5, 3, dtype=torch.float64))
+    optimizer, x = auto(model, every=100), torch.randn(800, 5, dtype=torch.float64)
+    parts = []
+    for size in (800, 800, 100, 40):
+        lengths.clear()
+        train(model, optimizer, [(x[:size], x[:size, :3].argmax(-1))])
+        parts.append(lengths[-2:])  # the last direction, and the loss afterwards
+    assert parts == [[800, 800], [100, 100], [64, 64], [40, 40]]
+
+
+# What F does not see, or sees too little of -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [1e2, 1e4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_penalty_on_activations_does_not_blow_up(weight, seed):
+    """Its gradient is a hundred or ten thousand times the likelihood's, and F knows nothing of it. It comes down."""
+    torch.manual_seed(seed)
+    model = mlp(5, 8, 3)
+    optimizer, losses = auto(model), []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(DATA[0]), DATA[1]) + weight * model[0](DATA[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert max(losses) == losses[0]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_certain_and_wrong_the_weights_are_moved_and_not_the_biases_alone(seed):
+    """D is next to nothing, and with it all damping that biases know."""
+    torch.manual_seed(seed)
+    model = mlp(5, 3)
+    model[0].weight.data *= 1000
+    start, before = loss_of(model), snapshot(model)
+    train(model, auto(model), [DATA])
+    W, b = (snapshot(model)[f"0.{name}"] - before[f"0.{name}"] for name in ("weight", "bias"))
+    assert (DATA[0] @ W.T).norm() > 0.1 * b.expand(60, 3).norm()
+    assert loss_of(model) < start
+
+
+class Precise(bprong.Likelihood):
+    """Numbers of a given standard deviation, and a constant."""
+
+    def __init__(self, constant):
+        self.constant = constant
+
+    def nll(self, output, y):
+        return (output - y).square().sum(-1) / (2 * 0.3**2) + self.constant
+
+    def sample(self, output):
+        return output + 0.3 * torch.randn_like(output)
+
+
+@pytest.mark.parametrize("constant", [-1000.0, -1.0, 1000.0])
+def test_a_constant_in_a_likelihood_of_your_own_does_not_matter(constant):
+    """−log p of a density may be negative, and no part of it is a bound."""
+    y = torch.tanh(DATA[0][:, :3])
+    ends = []
+    for likelihood in (Precise(0.0), Precise(constant)):
+        torch.manual_seed(0)
+        model = mlp(5, 6, 3)
+        optimizer = auto(model, likelihood=likelihood)
+        for xb, yb in batches(DATA[0], y, 20, 35):
+            optimizer.zero_grad()
+            likelihood.nll(model(xb), yb).mean().backward()
+            optimizer.observe(xb, yb)
+            optimizer.step()
+        ends.append(snapshot(model))
+    assert_same_path(ends[1], ends[0], 1e-6)
+
+
+# Weight decay, and parameters that come later ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["clipped", "summed"])
+def test_weight_decay_is_of_the_mean_loss_whatever_is_made_of_its_gradient(how):
+    model = mlp(5, 4, 3)
+    other = copy.deepcopy(model)
+    data = list(batches(*DATA, 20, 30))
+    expected = snapshot(train(model, auto(model, weight_decay=0.1, options=EXACT), data))
+    optimizer = auto(other, weight_decay=0.1, options=EXACT)
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(other(x), y, reduction="sum" if how == "summed" else "mean").backward()
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(other.parameters(), 0.01)
+        optimizer.step()
+    assert_same_path(snapshot(other), expected, 1e-6)
+
+
+@pytest.mark.parametrize("t", [5, 15, 25])
+def test_parameters_of_another_kind_that_are_added_between_evaluations_move_from_the_next_on(t):
+    """A norm's follow Adam's direction, of which there was none: at 5 all steps are evaluated, then 16, then 30."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+    model[1].requires_grad_(False)
+    optimizer, moved = auto(model), []
+    for step, batch in enumerate(batches(*DATA, 20, 35)):
+        if step == t:
+            optimizer.add_param_group({"params": model[1].requires_grad_().parameters()})
+        before = model[1].weight.detach().clone()
+        train(model, optimizer, [batch])
+        if not torch.equal(model[1].weight, before):
+            moved.append(step)
+    assert moved[0] == {5: 5, 15: 16, 25: 30}[t]
