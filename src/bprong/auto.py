@@ -46,7 +46,7 @@ KEEP = 0.7  # of the averaged coefficients at each evaluation
 HONEST = 0.8  # of the sums behind s at each evaluation
 LEAST_TRUE = 0.05  # of a slope: with few batches an epoch, the next one is biased against the last
 AT_MOST = {"last": 0.95, "adam": 10.0}  # μ, and β in thousandths
-RECENT = 0.9  # of the averaged loss at each step
+RECENT = 0.9  # of the averaged loss at each evaluation, to the tenth power where those are ten steps apart
 NATS, PART, LATE = 0.1, 0.05, 0.25  # the bound on ½dᵀFd: PART of the loss, or NATS while that is less than LATE of it
 GENTLE, SHORTEST = 0.25, 1e-6  # of that bound for the first step, twice as much after each that was good; the least
 PROMISE = 2.0  # of the loss: a slope that promises more, of which its minimum keeps half, cannot be true
@@ -104,11 +104,8 @@ class Auto:
         if self.fixed or side not in layer.level:
             return None
         (z, _), (d, n) = (layer.level.get(name, (1.0, layer.level[side][1])) for name in ("forward", "backward"))
-        if "backward" not in layer.level:
-            d = 1.0
         z = 1.0 if layer.name in self.relative or not z > 0 else z
-        d = d if d > 0 else 1.0
-        d = max(d, FAINT * self.memory.lam)  # biases know no other damping than that of D
+        d = max(d, FAINT * self.memory.lam) if "backward" in layer.level else 1.0  # biases know no damping but D's
         own, other = (z, d) if side == "forward" else (d, z)
         blocks = layer.inputs if side == "forward" else layer.outputs
         young = 0.0 if layer.unit.one_hot and side == "forward" else YOUNG * own * blocks.size * blocks.count / n
