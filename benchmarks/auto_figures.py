@@ -37,9 +37,12 @@ SHORT = {OURS: "BPRONG-auto"}
 
 
 def how(group: Group, batches: Sequence[int]) -> Style:
-    """A method's own style; where it ran at several batches, all but the last have open dashes."""
-    own = STYLES[group[1]]
-    return replace(own, dashes=LONG, marker="s") if group[1] == OURS and group[3] != batches[-1] else own
+    """A method's own style; where it ran at several batches, all but the last have others of its colour."""
+    own, others = STYLES[group[1]], [(LONG, "s"), (DOTTED, "D")]
+    if group[1] != OURS or group[3] == batches[-1]:
+        return own
+    dashes, marker = others[batches.index(group[3]) % len(others)]
+    return replace(own, dashes=dashes, marker=marker)
 
 
 def name(group: Group, lr: bool = True, batch: bool = True) -> str:
