@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import bprong
+from bprong.optim.auto.settings import SETTINGS
 from helpers import classification
 
 DATA = classification(60, 5, 3)
@@ -16,3 +17,8 @@ def auto(model, **arguments):
 def loss_of(model):
     with torch.no_grad():
         return float(F.cross_entropy(model(DATA[0]), DATA[1]))
+
+
+def bound(loss, settings=SETTINGS):
+    """The bound on ½dᵀFd at this averaged loss."""
+    return max(settings.bound_share * loss, min(settings.bound_nats, settings.bound_late * loss))

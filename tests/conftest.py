@@ -8,9 +8,9 @@ settings.load_profile("bprong")
 
 @pytest.fixture(autouse=True)
 def _reproducible():
-    """One thread, because two workers share two cores; one seed; and nobody leaves another default dtype behind.
+    """Every test has one thread (two workers share two cores), the same seed and the default dtype.
 
-    Nor other arithmetic: the experiment flushes denormals for the whole process.
+    Denormals are kept, although the experiment flushes them to zero for the whole process.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(False)

@@ -1,4 +1,4 @@
-"""A small set, a web and an npm of their own for the tests of the data."""
+"""A small data set and fakes of the web and of npm, for the tests of the data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_set() -> dict[str, Any]:
 def tarball(
     members: dict[str, bytes], links: dict[str, str] | None = None, sparse: dict[str, int] | None = None
 ) -> bytes:
-    """A gzipped tar archive; `sparse` gives members that unpack to more than they hold."""
+    """A gzipped tar archive; `sparse` gives the unpacked sizes of members that are stored without their zeros."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, raw in members.items():
@@ -55,13 +55,14 @@ def tarball(
             tar.addfile(info, io.BytesIO(raw))
         for name, goal in (links or {}).items():
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = tarfile.SYMTYPE, goal
+            info.type = tarfile.SYMTYPE
+            info.linkname = goal
             tar.addfile(info)
     return gzip.compress(target.getvalue(), mtime=0)
 
 
 class World:
-    """The web and npm as the tests want them; what was asked of them is written down."""
+    """A fake web and a fake npm that record the requests made to them."""
 
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
@@ -69,7 +70,7 @@ class World:
         self.npm_code = 0
         self.asked: list[str] = []
         self.commands: list[list[str]] = []
-        self.said: list[str] = []
+        self.log: list[str] = []
 
     def urlopen(self, url: str, timeout: float) -> io.BytesIO:
         assert timeout <= 5
@@ -97,11 +98,11 @@ class World:
             self.pages[MIRRORS[mirror] + name + ".gz"] = gzip.compress(raw, mtime=0)
 
     def load(self, source: str = "mnist", **options: Any) -> Dataset:
-        return load(source, say=self.said.append, **options)
+        return load(source, log=self.log.append, **options)
 
 
 class Endless(io.BytesIO):
-    """An answer without an end."""
+    """A response that never ends."""
 
     def read1(self, size: int | None = -1) -> bytes:
         return b"\0" * (size or 1)
@@ -109,7 +110,7 @@ class Endless(io.BytesIO):
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
-    """No test reaches the real web, the real npm or the real cache."""
+    """Replace the real web, npm and cache in every test."""
     world = World()
     monkeypatch.setattr(urllib.request, "urlopen", world.urlopen)
     monkeypatch.setattr(shutil, "which", world.which)
@@ -120,7 +121,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
 
 @pytest.fixture
 def mnist(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Four small files that pass for MNIST's."""
+    """Four small files that are accepted as MNIST's."""
     small = small_set()
     files = {name: idx(small[key]) for key, name in zip(KEYS, NAMES, strict=True)}
     monkeypatch.setattr(

@@ -14,8 +14,9 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def assert_close(actual, expected, rtol: float, what: str = "value") -> None:
-    """‖actual − expected‖ ≤ rtol · ‖expected‖ (or ≤ rtol where ‖expected‖ < 1e-300: then nothing is relative)."""
-    actual, expected = (torch.as_tensor(v).detach().double() for v in (actual, expected))
+    """‖actual − expected‖ ≤ rtol · ‖expected‖, or ≤ rtol where ‖expected‖ is zero (below 1e-300)."""
+    actual = torch.as_tensor(actual).detach().double()
+    expected = torch.as_tensor(expected).detach().double()
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     scale = float(expected.norm())
     off = float((actual - expected).norm())
@@ -23,7 +24,7 @@ def assert_close(actual, expected, rtol: float, what: str = "value") -> None:
 
 
 def assert_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Bit for bit the same tensors under the same names."""
+    """The same names, and for each of them bitwise equal tensors."""
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(value, after[name]), f"{name} changed"
@@ -42,7 +43,7 @@ def mlp(*widths: int, bias: bool = True, dtype=torch.float64, phi=nn.Tanh) -> nn
 
 
 def classification(n: int, features: int, classes: int, dtype=torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Correlated inputs that are not centred, and labels that depend on them."""
+    """Correlated inputs with a nonzero mean, and labels that depend on them."""
     random = np.random.default_rng(seed)
     mixing = random.normal(size=(features, features))
     x = random.normal(size=(n, features)) @ mixing + random.normal(size=features)
@@ -55,7 +56,7 @@ def layers_of(model: nn.Module) -> list[WhitenedLinear]:
 
 
 def spd(d: int, seed: int = 0, condition: float = 100.0) -> Tensor:
-    """A symmetric positive definite matrix with eigenvalues spread evenly, in log, over a known range."""
+    """A symmetric positive definite matrix of this condition; its eigenvalues are evenly spaced on a log scale."""
     generator = torch.Generator().manual_seed(seed)
     Q, _ = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=generator))
     eigenvalues = torch.logspace(0, -float(np.log10(condition)), d, dtype=torch.float64)
@@ -67,30 +68,35 @@ class Idle(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.used = nn.Linear(5, 3)
+        self.idle = nn.Linear(5, 3)
 
     def forward(self, x):
         return self.used(x)
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence to itself, read out at every position."""
+    """Self-attention with a linear output at every position."""
 
     def __init__(self, mha: nn.MultiheadAttention, head: nn.Linear):
         super().__init__()
-        self.mha, self.head = mha, head
+        self.mha = mha
+        self.head = head
 
     def forward(self, x):
         return self.head(self.mha(x, x, x, need_weights=False)[0])
 
 
 class Woken(nn.Module):
-    """Has a layer that is used once it is awake; by_hand: in a way that no statistics see."""
+    """Its layer `idle` is used only while `awake` is set; by_hand: in a way that cannot be recorded."""
 
     def __init__(self, by_hand: bool = False):
         super().__init__()
-        self.used, self.idle, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.by_hand, self.awake = by_hand, False
+        self.used = nn.Linear(5, 4)
+        self.idle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+        self.by_hand = by_hand
+        self.awake = False
 
     def forward(self, x):
         z = self.used(x).tanh()

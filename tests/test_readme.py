@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands."""
+"""The examples of the README run, and its lists are complete."""
 
 import re
 from pathlib import Path
@@ -10,28 +10,44 @@ from torch import nn
 import bprong
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLES = list(re.finditer(r"```python\n(.*?)```\n+((?:    [^\n]*\n)*)", README, re.DOTALL))  # code, what it prints
+LINES = [f"line {README.count(chr(10), 0, example.start()) + 1}" for example in EXAMPLES]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=[e.strip().splitlines()[0] for e in EXAMPLES])
-def test_example_runs(example):
+@pytest.mark.parametrize("example", EXAMPLES, ids=LINES)
+def test_example_runs(example, capsys):
+    code, printed = example.groups()
     names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(code, "README.md", "exec"), names)
+    if printed:
+        found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert found == [line.strip() for line in printed.splitlines()]
     if "plain" in names:
         assert [type(m) for m in names["plain"]] == [nn.Linear, nn.ReLU, nn.Linear]
         x = names["loader"][0][0]
         torch.testing.assert_close(names["plain"](x), names["model"](x), rtol=1e-3, atol=1e-4)
 
 
-def test_there_are_examples():
-    assert EXAMPLES
+def test_there_are_examples_of_every_kind():
+    assert len(EXAMPLES) >= 4
+    assert any(printed for _, printed in (example.groups() for example in EXAMPLES))
+    assert any("fold(" in code for code, _ in (example.groups() for example in EXAMPLES))
 
 
-def test_the_public_names_are_few_and_there():
-    assert len(bprong.__all__) <= 10
+def test_the_public_names_are_the_documented_ones():
+    assert sorted(bprong.__all__) == sorted(
+        [
+            *("BPRONG", "PRONG", "Damping", "Likelihood", "Rewhitening", "WhitenedConv2d", "WhitenedLinear"),
+            *("WhiteningError", "WhiteningWarning", "audit", "coverage", "fold", "whiten_"),
+        ]
+    )
     assert all(hasattr(bprong, name) for name in bprong.__all__)
 
 
-def test_every_module_is_in_the_readmes_map():
-    modules = {p.name for p in Path(bprong.__file__).parent.glob("*.py")} - {"__init__.py"}
-    assert all(name in README for name in modules), modules
+def test_the_map_names_every_module_and_folder():
+    package = Path(bprong.__file__).parent
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    section = README[README.index("## Where things are") : README.index("## Licence")]
+    listed = set(re.findall(r"^      (\S+)", section, re.MULTILINE))
+    assert listed == modules | folders

@@ -1,5 +1,7 @@
 """Small training loops that the optimizer's tests share."""
 
+import shutil
+
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +26,7 @@ def train(model, optimizer, data, call=None, loss=F.cross_entropy):
 
 
 def path(model, steps=20, call=None, prepare=lambda model: None, dtype=torch.float64, **options):
-    """Where a model ends up after some steps from its own start."""
+    """The parameters of a model after some steps of BPRONG."""
     x, y = classification(60, 5, 3, dtype=dtype)
     settings = {"every": 5, "options": EXACT} | options
     prepare(model)
@@ -36,3 +38,8 @@ def path(model, steps=20, call=None, prepare=lambda model: None, dtype=torch.flo
 def assert_same_path(ours, expected, rtol=1e-10):
     for (name, value), other in zip(expected.items(), ours.values(), strict=True):
         assert_close(other, value, rtol, name)
+
+
+def default_backend():
+    """The default backend of torch.compile if there is a C++ compiler, which it needs on a CPU; else a simpler one."""
+    return "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"

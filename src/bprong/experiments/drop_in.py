@@ -1,6 +1,6 @@
-"""The drop-in optimizer beside the paper's rows: how its loss compares with the literal network's, and its price.
+"""The drop-in optimizer compared with the paper's network in the same run: its training loss and its time per update.
 
-The paper makes no claim about it, so nothing is judged here; `verdict.py` does that for the paper's own rows.
+The paper makes no claim about the drop-in optimizer, so this comparison has no verdict.
 """
 
 from __future__ import annotations
@@ -9,45 +9,51 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from bprong.experiments.records import Row, curve, label, methods
-from bprong.experiments.verdict import HERO, divergence, number
+from bprong.experiments.records import Row, curve, label, method_names
+from bprong.experiments.verdict import BPRONG, divergence_text, number
 
-__all__ = ["AUTO", "FAST", "HEADING", "beside"]
+METHODS = ("bprong-fast", "bprong-auto")
+EARLY_EPOCH = 3  # losses are compared after this epoch and after the last one
+HEADING = "The drop-in optimizer on the plain network, which is not in the paper"
 
-FAST, AUTO, PLAIN = "bprong-fast", "bprong-auto", "sgd"
-EARLY = 3  # the epoch after which the first comparison is made; the other is after the last
-HEADING = "BPRONG-fast and BPRONG-auto, the drop-in optimizer on the plain network, beside the paper’s"
-
-
-def beside(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What is compared and what was measured; empty if the run has no drop-in optimizer."""
-    return _beside(rows, FAST) + [(f"{label(AUTO)}: {text}", found) for text, found in _beside(rows, AUTO)]
+Pairs = list[tuple[str, str]]  # what was measured, and the result
+Paces = dict[tuple[int, int], float]  # seconds per update, by seed and epoch
 
 
-def _beside(rows: Sequence[Row], method: str) -> list[tuple[str, str]]:
-    if method not in methods(rows):
-        return []
-    losses = {name: {p.epoch: p.median for p in curve(rows, name, "train_loss")} for name in (method, HERO)}
-    both = (set(losses[method]) & set(losses[HERO]) or set(losses[method])) - {0}
+def comparison(rows: Sequence[Row]) -> Pairs:
+    """The comparison in words; empty if the run does not contain the drop-in optimizer."""
+    return [
+        (f"{label(name)}, {what}", result)
+        for name in METHODS
+        if name in method_names(rows)
+        for what, result in _compare(rows, name)
+    ]
+
+
+def _compare(rows: Sequence[Row], method: str) -> Pairs:
+    losses = {name: {p.epoch: p.median for p in curve(rows, name, "train_loss")} for name in (method, BPRONG)}
+    epochs = (set(losses[method]) & set(losses[BPRONG]) or set(losses[method])) - {0}
+    last = max(epochs, default=0)
     pairs = []
-    for epoch in sorted({EARLY, max(both)} & both) if both else []:
-        text = f"Training loss after epoch {epoch}" + (", the last" if epoch == max(both) else "")
-        pairs.append((text, _loss(losses[method][epoch], losses[HERO].get(epoch))))
-    if pace := _paces(rows, method):
-        ratios = [_ratio(pace, _paces(rows, name), name) for name in (PLAIN, HERO)]
-        pairs.append(("Time of an update", "; ".join([f"{1e3 * median(pace.values()):.2f} ms", *ratios])))
-    return pairs + ([("Divergence", end)] if (end := divergence(rows, method)) else [])
+    for epoch in sorted({EARLY_EPOCH, last} & epochs):
+        what = f"training loss after epoch {epoch}{' (the last)' * (epoch == last)}"
+        pairs.append((what, _loss(losses[method][epoch], losses[BPRONG].get(epoch))))
+    if paces := _paces(rows, method):
+        ratios = [_ratio(paces, _paces(rows, name), name) for name in ("sgd", BPRONG)]
+        pairs.append(("time per update", "; ".join([f"{1e3 * median(paces.values()):.2f} ms", *ratios])))
+    end = divergence_text(rows, method)
+    return [*pairs, ("divergence", end)] if end else pairs
 
 
 def _loss(mine: float, theirs: float | None) -> str:
     if theirs is None:
-        return f"{number(mine)}; {label(HERO)} is not in this run"
-    times = f"{mine / theirs:.2f} times " if math.isfinite(mine) and 0 < theirs < math.inf else ""
-    return f"{number(mine)}, {times or 'against '}{label(HERO)}’s {number(theirs)}"
+        return f"{number(mine)} ({label(BPRONG)} is not in this run)"
+    ratio = f", ratio {mine / theirs:.2f}" if math.isfinite(mine) and 0 < theirs < math.inf else ""
+    return f"{number(mine)} ({label(BPRONG)} {number(theirs)}{ratio})"
 
 
-def _paces(rows: Sequence[Row], method: str) -> dict[tuple[int, int], float]:
-    """Seconds an update took, by seed and epoch; an epoch in which a network diverged was cut short and is left out."""
+def _paces(rows: Sequence[Row], method: str) -> Paces:
+    """Seconds per update of every epoch, except the one in which a network diverged, which ended early."""
     own = {(row.seed, row.epoch): row for row in rows if row.method == method and math.isfinite(row.train_loss)}
     paces = {}
     for (seed, epoch), row in own.items():
@@ -57,10 +63,10 @@ def _paces(rows: Sequence[Row], method: str) -> dict[tuple[int, int], float]:
     return paces
 
 
-def _ratio(pace: dict[tuple[int, int], float], other: dict[tuple[int, int], float], name: str) -> str:
-    """Each epoch against the other method's same epoch, which ran right before or after it on the same machine."""
-    ratios = [pace[key] / other[key] for key in pace if other.get(key, 0) > 0]
+def _ratio(paces: Paces, others: Paces, name: str) -> str:
+    """The ratio of the times per update, epoch by epoch, since methods train the same epoch right after each other."""
+    ratios = [paces[key] / others[key] for key in paces if others.get(key, 0) > 0]
     if not ratios:
         return f"no epoch of {label(name)} to compare with"
-    of = f"median of {len(ratios)} epochs, {min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "one epoch"
-    return f"{median(ratios):.2f} times {label(name)}’s ({of})"
+    spread = f"median of {len(ratios)} epochs, range {min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{median(ratios):.2f} times that of {label(name)} ({spread if len(ratios) > 1 else 'one epoch'})"

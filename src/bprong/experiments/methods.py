@@ -1,31 +1,33 @@
-"""The methods compared, one entry each: how a plain network is prepared and trained."""
+"""The methods that the experiment compares: for each, how a plain network is prepared for training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import bprong
-from bprong.errors import Fisher
 from bprong.experiments.models import with_batch_norm
-from bprong.expert import Expert
-from bprong.whitening import Factorisation
+from bprong.optim.options import Options
 
-__all__ = ["METHODS", "Method", "Trainee", "Whitening"]
+Fisher = Literal["sampled", "exact", "empirical"]
+Solver = Literal["eigh", "cholesky", "symmetric"]
+
+# The settings below that have no effect in PRONG's network, whose layers have no backward side.
+BACKWARD_SETTINGS = ("backward_damping", "backward_every", "backward_offset", "fisher")
 
 
 @dataclass(frozen=True)
-class Whitening:
-    """Hyperparameters of the paper's PRONG and BPRONG; defaults from the sweep in docs/sweep.md.
+class WhiteningSettings:
+    """Hyperparameters of the paper's PRONG and BPRONG networks; docs/sweep.md tells how the defaults were chosen.
 
-    statistics: how many training examples, drawn once, the moments are measured on; 0 measures each refresh's own batch
-    average:    what a running average over refreshes keeps of the earlier ones at each new one; 0: no average
+    statistics: number of training examples, drawn once, on which the moments are measured; 0: the current minibatch
+    average:    weight of the earlier measurements in the running average of the moments; 0: no average
     """
 
     forward_every: int = 100
@@ -37,19 +39,19 @@ class Whitening:
     statistics: int = 0
     average: float = 0.0
     fisher: Fisher = "sampled"
-    factorisation: Factorisation = "eigh"
+    solver: Solver = "eigh"
 
 
 @dataclass
-class Trainee:
-    """A network in training: what is stepped, and what is saved to go on later."""
+class TrainingState:
+    """Everything that changes while a network is trained, and that a checkpoint saves."""
 
     model: nn.Module
     optimizer: Optimizer
     rewhitening: bprong.Rewhitening | None = None
 
     def deployed(self) -> nn.Module:
-        """The network as it would be used: stock layers, eval mode, the same function."""
+        """The network for use after training: the same function with stock layers, in eval mode."""
         return bprong.fold(self.model).eval()
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,55 +62,56 @@ class Trainee:
             part.load_state_dict(state[name])
 
     def _parts(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "rewhitening": self.rewhitening}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: part for name, part in vars(self).items() if part is not None}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method is given: the plain network, the rate, the training data, a seed, and how to whiten."""
+    """What a method is given: a plain network, a learning rate, the training data, a seed and whitening settings."""
 
     plain: nn.Sequential
     lr: float
     x_train: Tensor
     y_train: Tensor
     seed: int
-    whitening: Whitening
+    whitening: WhiteningSettings
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the experiment."""
+    """One method of the experiment.
+
+    summary:   one line for the help text
+    prepare:   makes the model and the optimizer for a problem
+    whitening: the default settings, used only by the paper's whitened networks
+    sides:     "forward" or also "backward" for the paper's whitened networks; empty for the others
+    defaults:  the settings of the drop-in optimizer, by name; empty for the others
+    """
 
     summary: str
-    prepare: Callable[[Problem], Trainee]
-    whitening: Whitening = Whitening()
-    sides: tuple[str, ...] = ()  # which of its settings mean anything to this method
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer that has settings of its own instead
+    prepare: Callable[[Problem], TrainingState]
+    whitening: WhiteningSettings = WhiteningSettings()
+    sides: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _sgd(problem: Problem) -> Trainee:
-    return Trainee(problem.plain, SGD(problem.plain.parameters(), lr=problem.lr))
+def _sgd(problem: Problem) -> TrainingState:
+    return TrainingState(problem.plain, SGD(problem.plain.parameters(), lr=problem.lr))
 
 
-def _batch_norm(problem: Problem) -> Trainee:
+def _batch_norm(problem: Problem) -> TrainingState:
     model = with_batch_norm(problem.plain)
-    return Trainee(model, SGD(model.parameters(), lr=problem.lr))
+    return TrainingState(model, SGD(model.parameters(), lr=problem.lr))
 
 
-def _whitened(problem: Problem, backward: bool) -> Trainee:
-    """The paper's literal network: U, c, W†, b†, R as layers, trained by plain SGD."""
-    how = problem.whitening
+def _whitened(problem: Problem, backward: bool) -> TrainingState:
+    """The paper's network with U, c, W†, b† and R as explicit layers, trained with plain SGD."""
     model = bprong.whiten_(problem.plain, backward=backward)
     optimizer = SGD(model.parameters(), lr=problem.lr)
-    rewhitening = bprong.Rewhitening(
-        model, optimizer, "categorical", fisher=how.fisher, samples=_samples(problem), average=how.average,
-        forward_every=how.forward_every, forward_offset=how.forward_offset,
-        backward_every=how.backward_every, backward_offset=how.backward_offset,
-        forward_damping=how.forward_damping, backward_damping=how.backward_damping,
-        factorisation=how.factorisation, seed=problem.seed,
-    )  # fmt: skip
-    return Trainee(model, optimizer, rewhitening)
+    unused = {"statistics"} if backward else {"statistics", *BACKWARD_SETTINGS}
+    settings = {name: value for name, value in asdict(problem.whitening).items() if name not in unused}
+    rewhitening = bprong.Rewhitening(model, optimizer, samples=_samples(problem), seed=problem.seed, **settings)
+    return TrainingState(model, optimizer, rewhitening)
 
 
 def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -119,45 +122,46 @@ def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return problem.x_train[chosen], problem.y_train[chosen]
 
 
-def _drop_in(problem: Problem, lr: Any = None) -> Trainee:
-    """The optimizer as a user has it, on the plain network; only its random numbers follow the experiment's seed."""
-    optimizer = bprong.BPRONG(problem.plain, lr=problem.lr if lr is None else lr, options={"seed": problem.seed})
-    return Trainee(problem.plain, optimizer)
+def _drop_in(problem: Problem, lr: Any) -> TrainingState:
+    """The drop-in optimizer with its defaults on the plain network; only its random seed is the experiment's."""
+    return TrainingState(problem.plain, bprong.BPRONG(problem.plain, lr=lr, options={"seed": problem.seed}))
 
 
-def drop_in_defaults(**given_by_us: Any) -> dict[str, Any]:
-    """Every setting of `bprong.BPRONG` that the experiment leaves alone, as plain values, and those it gives itself."""
-    found = {name: parameter.default for name, parameter in signature(bprong.BPRONG).parameters.items()}
-    found |= {setting.name: setting.default for setting in fields(Expert)}
-    given = ("model", "lr", "params", "options", "seed")
+def _drop_in_defaults(**given: Any) -> dict[str, Any]:
+    """The settings of `bprong.BPRONG` that the experiment leaves at their defaults, and those given here."""
+    defaults = {name: parameter.default for name, parameter in signature(bprong.BPRONG).parameters.items()}
+    defaults |= {option.name: option.default for option in fields(Options)}
     plain = (bool, int, float, str, type(None))
-    left = {n: value if isinstance(value, plain) else str(value) for n, value in found.items() if n not in given}
-    return left | given_by_us
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, value in defaults.items()
+        if name not in ("model", "lr", "params", "options", "seed")
+    } | given
 
 
 METHODS: dict[str, Method] = {
-    "sgd": Method("stochastic gradient descent", _sgd),
-    "bn": Method("the same with Batch Normalisation", _batch_norm),
+    "sgd": Method("stochastic gradient descent on the plain network", _sgd),
+    "bn": Method("stochastic gradient descent with batch normalisation", _batch_norm),
     "prong": Method(
-        "whitened network, Algorithm 1",
+        "the paper's whitened network (Algorithm 1)",
         lambda problem: _whitened(problem, backward=False),
-        Whitening(forward_damping=0.01),
+        WhiteningSettings(forward_damping=0.01),
         sides=("forward",),
     ),
     "bprong": Method(
-        "whitened in both directions, Algorithm 2",
+        "the paper's bidirectionally whitened network (Algorithm 2)",
         lambda problem: _whitened(problem, backward=True),
-        Whitening(forward_damping=0.2, backward_damping=0.015, average=0.9),
+        WhiteningSettings(forward_damping=0.2, backward_damping=0.015, average=0.9),
         sides=("forward", "backward"),
     ),
     "bprong-fast": Method(
-        "the drop-in optimizer bprong.BPRONG with its own defaults, on the plain network",
-        _drop_in,
-        defaults=drop_in_defaults(),
+        "the optimizer bprong.BPRONG(model), with its defaults",
+        lambda problem: _drop_in(problem, problem.lr),
+        defaults=_drop_in_defaults(),
     ),
     "bprong-auto": Method(
-        'the same with lr="auto": no learning rate, its own damping',
+        'the same with lr="auto": no learning rate, automatic damping',
         lambda problem: _drop_in(problem, "auto"),
-        defaults=drop_in_defaults(lr="auto"),
+        defaults=_drop_in_defaults(lr="auto"),
     ),
 }

@@ -1,5 +1,5 @@
-"""The networks of the experiments: the paper's 784-100-100-100-10, plain or with Batch Normalisation, and two small
-ones made of the other layers people use, convolutions and attention."""
+"""The networks of the experiments: the paper's fully connected one, with or without batch normalisation, a small
+convolutional network and a small transformer."""
 
 from __future__ import annotations
 
@@ -11,34 +11,25 @@ from torch import Tensor, nn
 
 from bprong.experiments.data import LONGEST, PAD, SYMBOLS
 
-__all__ = [
-    "ACTIVATIONS",
-    "SequenceTransformer",
-    "digits_convnet",
-    "perceptron",
-    "sequence_transformer",
-    "with_batch_norm",
-]
-
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
 
 def perceptron(widths: Sequence[int], activation: str, seed: int) -> nn.Sequential:
-    """Linear, φ, …, Linear with torch's default initialisation, drawn from `seed` alone.
+    """A fully connected network: Linear, activation, …, Linear, with torch's initialisation drawn from `seed`.
 
     >>> [type(m).__name__ for m in perceptron([4, 3, 2], "tanh", seed=0)]
     ['Linear', 'Tanh', 'Linear']
     """
+    modules: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        modules: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):
             modules += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]
     return nn.Sequential(*modules[:-1])
 
 
 def with_batch_norm(plain: nn.Sequential) -> nn.Sequential:
-    """The same layers with a BatchNorm1d between each hidden layer and its activation."""
+    """The same layers with a BatchNorm1d inserted between each hidden layer and its activation."""
     modules: list[nn.Module] = []
     for module in plain:
         if not isinstance(module, nn.Linear):
@@ -48,9 +39,9 @@ def with_batch_norm(plain: nn.Sequential) -> nn.Sequential:
 
 
 def digits_convnet(seed: int) -> nn.Sequential:
-    """8 × 8 digits to ten classes: a plain convolution, one with a stride, one in groups, and a linear layer.
+    """A network for 8×8 digits: a plain, a strided and a grouped convolution, then a linear layer.
 
-    With torch's default initialisation, drawn from `seed` alone.
+    torch's default initialisation is drawn from `seed`.
 
     >>> digits_convnet(seed=0)(torch.zeros(5, 1, 8, 8)).shape
     torch.Size([5, 10])
@@ -66,9 +57,10 @@ def digits_convnet(seed: int) -> nn.Sequential:
 
 
 class SequenceTransformer(nn.Module):
-    """Tokens (batch × length, PAD at the end) to logits (batch × length × symbols); padding is attended to by nobody.
+    """A transformer encoder: tokens (batch × length, PAD at the end) to logits (batch × length × symbols).
 
-    The embeddings of a token and of its position are added; the final linear layer is not tied to the embedding.
+    Token and position embeddings are added. Attention ignores the padding. The output layer is not tied to the
+    embedding.
     """
 
     def __init__(self, width: int = 64, heads: int = 4, hidden: int = 128, depth: int = 2) -> None:
@@ -86,7 +78,7 @@ class SequenceTransformer(nn.Module):
 
 
 def sequence_transformer(seed: int) -> SequenceTransformer:
-    """Two encoder layers of width 64, four heads, no dropout; torch's default initialisation, drawn from `seed` alone.
+    """Two encoder layers of width 64, four heads, no dropout; torch's default initialisation is drawn from `seed`.
 
     >>> sequence_transformer(seed=0)(torch.tensor([[3, 1, 2, 0]])).shape
     torch.Size([1, 4, 33])

@@ -1,4 +1,4 @@
-"""Live progress: a bar per method on a terminal, plain lines elsewhere."""
+"""The progress of a run: one bar per method on a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import rich.progress
 
 from bprong.experiments.records import Row, label
 
-NARROW = 120  # columns of a terminal below which the bars say less, so that they stay bars
-
-__all__ = ["Bars", "Lines", "Progress", "progress_for"]
+WIDE_TERMINAL = 120  # columns; the bars show fewer numbers on a narrower one
 
 
 class Progress:
-    """Says nothing; what a run reports to."""
+    """Receives the progress of a run; this base class ignores it."""
 
-    def show(self, method: str, rows: Sequence[Row], epochs: int) -> None:
-        """A trial of `method` now has these rows."""
+    def update(self, method: str, rows: Sequence[Row], epochs: int) -> None:
+        """One network of `method` now has these rows, of `epochs` epochs in all."""
 
-    def tick(self, method: str, share: float) -> None:
-        """This share of the method's epoch under way is done."""
+    def tick(self, method: str, fraction: float) -> None:
+        """This fraction of the current epoch of `method` is done."""
 
-    def say(self, line: str) -> None:
-        """Something a person should read."""
+    def message(self, line: str) -> None:
+        """A message for the user."""
 
     def __enter__(self) -> Progress:
         return self
@@ -35,58 +33,53 @@ class Progress:
 
 
 class Lines(Progress):
-    """One line per epoch."""
+    """One line of text per epoch."""
 
     def __init__(self, trials: int) -> None:
-        self._clock = _Clock(trials)
+        self._timer = _Timer(trials)
 
-    def show(self, method: str, rows: Sequence[Row], epochs: int) -> None:
-        left = self._clock.left(method, rows, epochs)
+    def update(self, method: str, rows: Sequence[Row], epochs: int) -> None:
+        left = self._timer.time_left(method, rows, epochs)
         if rows:
             row = rows[-1]
-            self.say(
-                f"{label(method):<11} seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_losses(row)}  "
-                f"{_pace(rows):>6} updates/s  {left} left"
-            )
+            self.message(f"{label(method):<11}  seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_numbers(rows, left)}")
 
-    def say(self, line: str) -> None:
-        print(line, flush=True)
+    def message(self, line: str) -> None:
+        print(line.rstrip(), flush=True)
 
 
 class Bars(Progress):
-    """A bar per method: loss, accuracy, updates per second, time left."""
+    """One bar per method, with its losses, accuracy, speed and the time left."""
 
     def __init__(self, trials: int, epochs: int, methods: Sequence[str]) -> None:
-        self._clock = _Clock(trials)
+        self._timer = _Timer(trials)
         self._rich = rich.progress.Progress(
             rich.progress.TextColumn("{task.description:<11}"),
             rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[said]}"),
-            refresh_per_second=4,  # each refresh takes time from the training that is being measured
+            rich.progress.TextColumn("{task.fields[numbers]}"),
+            refresh_per_second=4,  # drawing takes time from the training that is being timed
         )
         total = trials // len(methods) * epochs
-        self._tasks: dict[str, rich.progress.TaskID] = {
-            m: self._rich.add_task(label(m), total=total, said="") for m in methods
-        }
-        self._seen: dict[tuple[str, int], int] = {}
+        self._tasks = {name: self._rich.add_task(label(name), total=total, numbers="") for name in methods}
+        self._epochs: dict[tuple[str, int], int] = {}
 
-    def show(self, method: str, rows: Sequence[Row], epochs: int) -> None:
-        left = self._clock.left(method, rows, epochs)
+    def update(self, method: str, rows: Sequence[Row], epochs: int) -> None:
+        left = self._timer.time_left(method, rows, epochs)
         if rows:
             row = rows[-1]
-            self._seen[method, row.seed] = row.epoch
-            said = f"{_losses(row)}  {_pace(rows):>6} updates/s  {left} left"
-            if self._rich.console.width < NARROW:
-                said = f"{row.train_loss:<8.4g} {row.val_accuracy:6.2%} {left}"
-            self._rich.update(self._tasks[method], completed=self._done(method), said=said)
+            self._epochs[method, row.seed] = row.epoch
+            numbers = _numbers(rows, left)
+            if self._rich.console.width < WIDE_TERMINAL:
+                numbers = f"loss {row.train_loss:<8.4g} accuracy {row.val_accuracy:6.2%}  {left}"
+            self._rich.update(self._tasks[method], completed=self._done(method), numbers=numbers)
 
-    def tick(self, method: str, share: float) -> None:
-        self._rich.update(self._tasks[method], completed=self._done(method) + share)
+    def tick(self, method: str, fraction: float) -> None:
+        self._rich.update(self._tasks[method], completed=self._done(method) + fraction)
 
     def _done(self, method: str) -> int:
-        return sum(epoch for (name, _), epoch in self._seen.items() if name == method)
+        return sum(epoch for (name, _), epoch in self._epochs.items() if name == method)
 
-    def say(self, line: str) -> None:
+    def message(self, line: str) -> None:
         self._rich.console.print(line, markup=False, highlight=False)
 
     def __enter__(self) -> Progress:
@@ -97,37 +90,42 @@ class Bars(Progress):
         self._rich.stop()
 
 
-class _Clock:
-    """How long the rest of the run will take, from what the epochs so far took, evaluation included."""
+class _Timer:
+    """Estimates the time that the rest of the run will take from the time of the epochs so far."""
 
     def __init__(self, trials: int) -> None:
-        self._trials, self._start, self._base = trials, time.perf_counter(), 0
-        self._done: dict[tuple[str, int], int] = {}
+        self._trials = trials
+        self._start = time.perf_counter()
+        self._first: dict[tuple[str, int], int] = {}  # the first epoch reported; not 0 in a resumed run
+        self._latest: dict[tuple[str, int], int] = {}
 
-    def left(self, method: str, rows: Sequence[Row], epochs: int) -> str:
-        fresh = not self._done
-        if rows:
-            self._done[method, rows[-1].seed] = rows[-1].epoch
-        done = sum(self._done.values())
-        if fresh or done <= self._base:  # resumed epochs cost nothing now
-            self._base, self._start = done, time.perf_counter()
-            return "–:––"
-        rate = (time.perf_counter() - self._start) / (done - self._base)
-        minutes, seconds = divmod(round(rate * max(0, self._trials * epochs - done)), 60)
-        return f"{minutes}:{seconds:02}"
+    def time_left(self, method: str, rows: Sequence[Row], epochs: int) -> str:
+        """The estimate as text; empty while there is nothing to estimate from."""
+        for row in rows[-1:]:
+            self._first.setdefault((method, row.seed), row.epoch)
+            self._latest[method, row.seed] = row.epoch
+        trained = sum(self._latest.values()) - sum(self._first.values())
+        if not trained:
+            self._start = time.perf_counter()
+            return ""
+        rate = (time.perf_counter() - self._start) / trained
+        minutes, seconds = divmod(round(rate * max(0, self._trials * epochs - sum(self._latest.values()))), 60)
+        return f"{minutes}:{seconds:02} left"
 
 
-def _losses(row: Row) -> str:
-    return f"train {row.train_loss:<8.4g} val {row.val_loss:<8.4g} acc {row.val_accuracy:6.2%}"
+def _numbers(rows: Sequence[Row], left: str) -> str:
+    row = rows[-1]
+    numbers = f"train loss {row.train_loss:<8.4g} val loss {row.val_loss:<8.4g} val accuracy {row.val_accuracy:6.2%}"
+    return f"{numbers}  {_speed(rows):>14}  {left}"
 
 
-def _pace(rows: Sequence[Row]) -> str:
+def _speed(rows: Sequence[Row]) -> str:
     if len(rows) < 2 or rows[-1].seconds <= rows[-2].seconds:
-        return "–"
-    return f"{(rows[-1].step - rows[-2].step) / (rows[-1].seconds - rows[-2].seconds):.0f}"
+        return ""
+    return f"{(rows[-1].step - rows[-2].step) / (rows[-1].seconds - rows[-2].seconds):.0f} updates/s"
 
 
 def progress_for(methods: Sequence[str], seeds: int, epochs: int) -> Progress:
-    """Bars if a person is looking at a terminal, lines if not."""
+    """Bars if the output is a terminal, lines if it is not."""
     trials = seeds * len(methods)
     return Bars(trials, epochs, methods) if sys.stdout.isatty() else Lines(trials)

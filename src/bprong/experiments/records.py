@@ -1,4 +1,4 @@
-"""What a run leaves on disk: results.csv, a row per method, seed and epoch, and run.json; how both are read back."""
+"""The files of a run, results.csv (one row per method, seed and epoch) and run.json, and summaries of their rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LABELS = {"sgd": "SGD", "bn": "BN", "prong": "PRONG", "bprong": "BPRONG", "adam"
 
 
 class RecordError(ValueError):
-    """A file of a run that cannot be read: which file, which line, and what is wrong with it."""
+    """A results file cannot be read; the message names the file, the line and the fault."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One network after one epoch.
+    """The losses of one network after one epoch.
 
-    Epoch 0 is the untrained network; a train_loss that is not finite is the last row of a network that diverged.
+    Epoch 0 is the untrained network. A train_loss that is not finite marks the last row of a network that diverged.
     """
 
     method: str
@@ -43,11 +43,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Point:
-    """One epoch of a method over its seeds; `median` is infinitely bad once half of them have diverged."""
+    """One method at one epoch, summarized over its seeds.
+
+    seconds: median training time, infinite if no seed reached this epoch
+    median:  infinite (minus infinity for an accuracy) once half of the seeds have diverged
+    """
 
     epoch: int
     step: int
-    seconds: float  # the median, infinite if no seed came so far
+    seconds: float
     median: float
     low: float
     high: float
@@ -59,7 +63,7 @@ _INTEGERS = {"seed", "epoch", "step"}
 
 
 def label(method: str) -> str:
-    """How a method is called in print; an unknown one by its name.
+    """The name of a method for figures and tables; an unknown method keeps its own name.
 
     >>> label("bn"), label("bprong-fast"), label("mine")
     ('BN', 'BPRONG-fast', 'mine')
@@ -68,35 +72,39 @@ def label(method: str) -> str:
     return LABELS.get(family, family) + dash + variant
 
 
-def methods(rows: Iterable[Row]) -> list[str]:
+def method_names(rows: Iterable[Row]) -> list[str]:
     """The methods of a run, in the order in which they first appear."""
     return list(dict.fromkeys(row.method for row in rows))
 
 
-def diverged(rows: Iterable[Row]) -> dict[str, dict[int, int]]:
-    """For each method that diverged: at which epoch, by seed."""
-    found: dict[str, dict[int, int]] = {}
+def seed_count(rows: Iterable[Row]) -> int:
+    """The number of different seeds in the rows."""
+    return len({row.seed for row in rows})
+
+
+def divergence_epochs(rows: Iterable[Row], method: str) -> dict[int, int]:
+    """The epoch at which each diverged seed of a method diverged, by seed; empty if none did."""
+    epochs: dict[int, int] = {}
     for row in rows:
-        if not math.isfinite(row.train_loss):
-            seeds = found.setdefault(row.method, {})
-            seeds[row.seed] = min(row.epoch, seeds.get(row.seed, row.epoch))
-    return found
+        if row.method == method and not math.isfinite(row.train_loss):
+            epochs[row.seed] = min(row.epoch, epochs.get(row.seed, row.epoch))
+    return epochs
 
 
 def curve(rows: Sequence[Row], method: str, column: Column) -> list[Point]:
-    """Median, least and greatest of a column over the seeds of a method, at every epoch at which there are any.
+    """Median, minimum and maximum of a column over the seeds of a method, for every epoch that has values.
 
-    A seed that diverged stays, infinitely bad, until the last epoch of the run: left out, it would flatter the method.
-    A seed that has merely not come so far is left out.
+    A diverged seed counts as infinitely bad from then on, up to the last epoch of the run; leaving it out would
+    flatter the method. A seed that has not reached an epoch yet is left out of that epoch.
     """
     steps = {row.epoch: row.step for row in rows}
     own = [row for row in rows if row.method == method]
-    ends = diverged(own).get(method, {})
+    ends = divergence_epochs(own, method)
     points = []
     for epoch in sorted(steps):
         here = [row for row in own if row.epoch == epoch and row.epoch <= ends.get(row.seed, epoch)]
-        gone = [_worst(column)] * sum(end < epoch for end in ends.values())
-        values = [_value(row, column) for row in here] + gone
+        values = [_value_or_worst(row, column) for row in here]
+        values += [_worst(column)] * sum(end < epoch for end in ends.values())
         if values:
             step = here[0].step if here else steps[epoch]
             seconds = median(row.seconds for row in here) if here else math.inf
@@ -108,13 +116,13 @@ def _worst(column: Column) -> float:
     return -math.inf if column == "val_accuracy" else math.inf
 
 
-def _value(row: Row, column: Column) -> float:
+def _value_or_worst(row: Row, column: Column) -> float:
     value = float(getattr(row, column))
     return value if math.isfinite(value) and math.isfinite(row.train_loss) else _worst(column)
 
 
 def write_results(path: Path, rows: Iterable[Row]) -> None:
-    """Writes results.csv; every number is written so that it is read back exactly."""
+    """Write results.csv; every number is written so that reading it back gives the same number."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -123,14 +131,14 @@ def write_results(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _cell(name: str, value: Any) -> str:
-    """The shortest text that reads back as the same number; numpy's numbers, whose repr is a call, included."""
+    """The shortest text that reads back as the same number; int and float first, as repr of a NumPy scalar differs."""
     if name == "method":
         return str(value)
     return repr(int(value) if name in _INTEGERS else float(value))
 
 
 def read_results(path: Path) -> list[Row]:
-    """The rows of a results.csv, or RecordError."""
+    """Read the rows of a results.csv; RecordError if the file is malformed."""
     try:
         reader = csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True)
         lines = [(reader.line_num, cells) for cells in reader]
@@ -138,66 +146,53 @@ def read_results(path: Path) -> list[Row]:
         raise RecordError(f"{path}: not a CSV file in UTF-8: {error}") from error
     header = lines[0][1] if lines else []
     if tuple(header) != COLUMNS:
-        raise RecordError(f"{path}, line 1: the columns are '{','.join(header)}'; required are '{','.join(COLUMNS)}'")
+        raise RecordError(f"{path}, line 1: the columns are '{','.join(header)}'; expected '{','.join(COLUMNS)}'")
     seen: dict[tuple[str, int, int], int] = {}
     rows = []
     for line, cells in lines[1:]:
-        row = _row(cells, f"{path}, line {line}")
+        row = _parse_row(cells, f"{path}, line {line}")
         first = seen.setdefault((row.method, row.seed, row.epoch), line)
         if first != line:
-            name = f"method {row.method}, seed {row.seed}, epoch {row.epoch}"
-            raise RecordError(f"{path}, line {line}: {name} was already in line {first}; one row each is required")
+            key = f"method {row.method}, seed {row.seed}, epoch {row.epoch}"
+            raise RecordError(f"{path}, line {line}: {key} already appears in line {first}; expected one row for each")
         rows.append(row)
     return rows
 
 
-def _row(cells: list[str], where: str) -> Row:
+def _parse_row(cells: list[str], where: str) -> Row:
     if len(cells) != len(COLUMNS):
-        raise RecordError(f"{where}: {len(cells)} values; required are {len(COLUMNS)}: {', '.join(COLUMNS)}")
+        raise RecordError(f"{where}: {len(cells)} values; expected {len(COLUMNS)}: {', '.join(COLUMNS)}")
     if not cells[0]:
         raise RecordError(f"{where}: the method has no name")
-    return Row(cells[0], *(_number(name, cell, where) for name, cell in zip(COLUMNS[1:], cells[1:], strict=True)))
+    return Row(cells[0], *(_parse_number(name, cell, where) for name, cell in zip(COLUMNS[1:], cells[1:], strict=True)))
 
 
-def _number(name: str, cell: str, where: str) -> Any:
+def _parse_number(name: str, cell: str, where: str) -> Any:
     try:
         return int(cell) if name in _INTEGERS else float(cell)
     except ValueError:
-        kind = "a whole number" if name in _INTEGERS else "a number"
-        raise RecordError(f"{where}: {name} is {cell!r}; {kind} is required") from None
+        kind = "an integer" if name in _INTEGERS else "a number"
+        raise RecordError(f"{where}: {name} is {cell!r}; expected {kind}") from None
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes a dict as JSON; what JSON has no word for (nan, inf, a Path) is written as a string."""
-    text = json.dumps(_plain(record), indent=2, ensure_ascii=False, allow_nan=False)
-    # A file name that is not UTF-8 has lone surrogates; \udc80 is how JSON spells them.
+    """Write a dict as JSON; values that JSON cannot represent (nan, inf, a Path) are written as strings."""
+    text = json.dumps(_json_value(record), indent=2, ensure_ascii=False, allow_nan=False)
+    # A file name that is not UTF-8 contains lone surrogates; JSON writes them as \udc80.
     write_atomically(path, (text + "\n").encode(errors="backslashreplace"))
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     known = value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
     return value if known else str(value)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The dict in a JSON file, or RecordError."""
-    try:
-        record = json.loads(path.read_bytes().decode())
-    except json.JSONDecodeError as error:
-        raise RecordError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{path}: not UTF-8: {error}") from error
-    if not isinstance(record, dict):
-        raise RecordError(f"{path}, line 1: a {type(record).__name__}; an object {{…}} is required")
-    return record
-
-
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file such that, killed at any moment, the path holds all of the old bytes or all of the new ones."""
+    """Write a file so that, even if the process is killed, the path holds either the old bytes or the new ones."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with part.open("xb") as file:
@@ -206,14 +201,14 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
-        with suppress(OSError):  # the reason to stop is the one to report
+        with suppress(OSError):  # report the first error, not a failure to clean up
             part.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut, where the system can open a folder."""
+    """Make a rename survive a power failure, on systems that can open a folder."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -222,7 +217,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what a killed `write_atomically` left behind; not while another process writes there."""
+def remove_temporary_files(folder: Path) -> None:
+    """Delete files that a killed `write_atomically` left behind; no other process may be writing to the folder."""
     for part in folder.glob(f".*.{'[0-9a-f]' * 32}.tmp"):
         part.unlink(missing_ok=True)

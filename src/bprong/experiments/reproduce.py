@@ -1,4 +1,4 @@
-"""`bprong reproduce`: section 4 of the paper from data to verdict, in one call."""
+"""`bprong reproduce`: run section 4 of the paper, from the data to the verdict."""
 
 from __future__ import annotations
 
@@ -13,61 +13,65 @@ import torch
 
 import bprong
 from bprong.experiments.data import Dataset, load
-from bprong.experiments.drop_in import beside
+from bprong.experiments.drop_in import comparison
 from bprong.experiments.figures import draw
-from bprong.experiments.methods import METHODS
+from bprong.experiments.methods import BACKWARD_SETTINGS, METHODS
 from bprong.experiments.progress import progress_for
-from bprong.experiments.records import Row, diverged, label, write_json
-from bprong.experiments.report import terminal_beside, terminal_verdict, write_report
+from bprong.experiments.records import Row, divergence_epochs, label, method_names, write_json
+from bprong.experiments.report import terminal_comparison, terminal_verdict, write_report
 from bprong.experiments.runner import Config, OutError, run
 from bprong.experiments.verdict import verdict
 
-__all__ = ["prepare", "reproduce"]
-
-
-SETTINGS = {
+SETTINGS = {  # the settings of each side that the paper does not state
     "forward": ("forward_damping", "forward_every", "forward_offset", "statistics"),
-    "backward": ("backward_damping", "backward_every", "backward_offset", "fisher"),
+    "backward": BACKWARD_SETTINGS,
 }
-OWN = (
-    "bprong.BPRONG(model, lr={lr:g}) with the optimizer’s own defaults (Configuration, whitening.{name}); what is said"
-    " of ε, τ, sample and labels above is the paper’s networks’"
+LABELS_OF_D = {
+    "sampled": "drawn from the model's own p(y|x)",
+    "exact": "all classes, weighted by p(y|x)",
+    "empirical": "the labels of the data",
+}
+DROP_IN = (
+    "bprong.BPRONG(model, lr={lr}) with the defaults of the optimizer, which are listed in the section Configuration "
+    "under whitening.{name}; the settings above do not apply to it"
 )
 
 
 def reproduce(
     config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None = None
 ) -> list[Row]:
-    """Runs the experiment and leaves results.csv, run.json, the figures and report.html in `out`.
+    """Run the experiment and write results.csv, run.json, the figures and report.html to `out`.
 
-    MNIST is looked for in `directory` first.
+    If `directory` is given, MNIST is searched for there first.
     """
     if out.exists() and not out.is_dir():
-        raise OutError(f"{out} is a file; --out takes a folder")
+        raise OutError(f"{out} is a file; --out must be a folder")
     if (out / "results.csv").exists() and not resume:
-        raise OutError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
-    prepare(threads)
-    data = load(source, directory=directory, say=print)
+        raise OutError(f"{out} already contains a run; continue it with --resume, or choose another --out")
+    set_up_torch(threads)
+    data = load(source, directory=directory, log=print)
     with progress_for(config.methods, config.seeds, config.epochs) as progress:
         rows = run(config, data, out, progress, resume)
     record = describe(config, data, rows, threads)
     write_json(out / "run.json", record)
     draw(rows, out)
-    page = write_report(out, rows, record)
-    print(terminal_verdict(verdict(rows)))
-    print(terminal_beside(beside(rows)), end="")
-    print(f"\nReport: {page}")
+    report = write_report(out, rows, record)
+    print(f"\n{terminal_verdict(verdict(rows))}\n{terminal_comparison(comparison(rows))}\nReport: {report}")
     return rows
 
 
-def prepare(threads: int) -> None:
-    """Before anything is computed: threads take over what is set here only if they start later."""
+def set_up_torch(threads: int) -> None:
+    """Set the number of threads and flush denormal numbers to zero; must be called before anything is computed.
+
+    Threads inherit the setting only if they start later. Denormal numbers make the training of a nearly converged
+    network three times slower.
+    """
     torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # a nearly converged network slows down three-fold on denormal numbers
+    torch.set_flush_denormal(True)
 
 
 def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> dict[str, Any]:
-    """What run.json holds."""
+    """The contents of run.json."""
     settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
     settings["whitening"] = {name: _whitening(config, name) for name in config.methods if METHODS[name].sides}
     settings["whitening"] |= {name: dict(own) for name in config.methods if (own := METHODS[name].defaults)}
@@ -85,8 +89,8 @@ def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> di
         "data": {"name": data.name, "notice": data.notice, "training": len(data.x_train), "test": len(data.x_test)},
         "diverged": [
             {"method": method, "seed": seed, "epoch": epoch}
-            for method, seeds in diverged(rows).items()
-            for seed, epoch in seeds.items()
+            for method in method_names(rows)
+            for seed, epoch in divergence_epochs(rows, method).items()
         ],
     }
 
@@ -96,38 +100,34 @@ def _whitening(config: Config, name: str) -> dict[str, Any]:
 
 
 def _choices(config: Config, data: Dataset) -> dict[str, Any]:
-    """What the paper leaves open, in words; where PRONG and BPRONG differ, both are said."""
+    """The choices that the paper leaves open, in words; by method where PRONG and BPRONG differ."""
     choices: dict[str, Any] = {
-        "initialisation": "torch's default: uniform in ±1/√inputs, weights and biases",
+        "initialisation": "torch's default: weights and biases uniform in ±1/√inputs",
         "input_scaling": data.scaling,
-        "batch_normalisation": "between layer and activation; γ = 1, β = 0 at the start; running averages keep 0.9",
+        "batch_normalisation": "between layer and activation; initially γ = 1, β = 0; running averages keep 0.9",
     }
     for side, keys in SETTINGS.items():
         names = [name for name in config.methods if side in METHODS[name].sides]
-        for key in keys:
-            said = {name: _said(key, _whitening(config, name), len(data.x_train)) for name in names}
-            same = len(set(said.values())) == 1
-            choices |= (
-                {key: next(iter(said.values())) if same else {label(n): v for n, v in said.items()}} if said else {}
-            )
-    own = [name for name in config.methods if METHODS[name].defaults]
-    return choices | {"drop_in": {label(name): OWN.format(name=name, lr=config.lr) for name in own}} if own else choices
+        for key in keys if names else ():
+            values = {label(name): _in_words(key, _whitening(config, name), len(data.x_train)) for name in names}
+            choices[key] = values if len(set(values.values())) > 1 else values[label(names[0])]
+    drop_in = [name for name in config.methods if METHODS[name].defaults]
+    if drop_in:
+        rates = {name: METHODS[name].defaults.get("lr", config.lr) for name in drop_in}
+        choices["drop_in"] = {label(name): DROP_IN.format(name=name, lr=repr(rates[name])) for name in drop_in}
+    return choices
 
 
-def _said(key: str, values: dict[str, Any], examples: int) -> Any:
-    value = values[key]
+def _in_words(key: str, settings: dict[str, Any], examples: int) -> Any:
+    value = settings[key]
     if key == "statistics":
-        sample = f"{min(value, examples)} training examples, drawn once" if value else "the batch at hand"
-        return f"{sample}; running average, keeping {values['average']:g}" if values["average"] else sample
-    if key == "fisher":
-        return {"sampled": "drawn from the model's own p(y|x)", "exact": "all classes, weighted by p(y|x)"}.get(
-            value, "the data's"
-        )
-    return value
+        sample = f"{min(value, examples)} training examples, drawn once" if value else "the current minibatch"
+        return f"{sample}; running average that keeps {settings['average']:g}" if settings["average"] else sample
+    return LABELS_OF_D[value] if key == "fisher" else value
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this code lies in, if it lies in one."""
+    """The git commit of this source code; None if it is not in a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -1,7 +1,7 @@
-"""The run: one training loop for all methods, interleaved epoch by epoch, on disk after every epoch.
+"""Train all methods in one loop, taking turns epoch by epoch, and save everything after every epoch.
 
-Every method of a seed starts from the same weights and sees the same batches in the same order. Order and initial
-weights follow from the seed and the epoch alone, so a run that was killed goes on as if it had not been.
+All methods of a seed start from the same weights and see the same batches in the same order. The order and the initial
+weights depend only on the seed and the epoch, so an interrupted run can be resumed with the same results.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.experiments.data import Dataset
-from bprong.experiments.methods import METHODS, Problem, Trainee
+from bprong.experiments.methods import METHODS, Problem, TrainingState
 from bprong.experiments.models import perceptron
 from bprong.experiments.progress import Progress
 from bprong.experiments.records import (
     RecordError,
     Row,
     read_results,
-    remove_leftovers,
+    remove_temporary_files,
     write_atomically,
     write_results,
 )
-from bprong.schedule import WhiteningWarning
-from bprong.whitening import WhiteningError
 
 try:
     import fcntl
-except ImportError:  # Windows has none; there two runs in one folder are the user's own affair
+except ImportError:  # not on Windows, where two runs in the same folder are not detected
     fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Config", "OutError", "ResumeError", "load_trained", "run", "train_epoch"]
 
 CHECKPOINTS = "checkpoints"
 
 
 class OutError(ValueError):
-    """An output folder that this run must not write to."""
+    """The run must not write to this output folder."""
 
 
 class ResumeError(ValueError):
-    """A checkpoint that does not belong to this run; the message says in what it differs."""
+    """A checkpoint does not belong to this run; the message says how it differs."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a run does. Everything but methods, seeds and epochs shapes each trial and must be equal to resume it."""
+    """The settings of a run. A resumed run may change methods, epochs and seeds; all others must stay the same.
+
+    whitening: settings of the paper's whitened networks that differ from the defaults, by name
+    """
 
     methods: tuple[str, ...] = ("sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto")
     epochs: int = 20
@@ -65,7 +65,7 @@ class Config:
     hidden: tuple[int, ...] = (100, 100, 100)
     lr: float = 0.01
     batch: int = 100
-    whitening: Mapping[str, Any] = field(default_factory=dict)  # where the paper's networks differ from their defaults
+    whitening: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Trial:
 
     method: str
     seed: int
-    trainee: Trainee
+    state: TrainingState
     rows: list[Row]
 
     @property
@@ -83,50 +83,53 @@ class Trial:
 
     @property
     def epoch(self) -> int:
-        """The last epoch on record; −1 before the untrained network was evaluated."""
+        """The last recorded epoch; −1 if not even the untrained network has been evaluated."""
         return self.rows[-1].epoch if self.rows else -1
 
 
 def run(config: Config, data: Dataset, out: Path, progress: Progress, resume: bool = False) -> list[Row]:
-    """Trains and evaluates every trial; returns all rows, which are also in out/results.csv.
+    """Train and evaluate every method with every seed; return all rows, which are also written to out/results.csv.
 
-    A resumed run keeps the rows of methods and seeds it was not asked for.
+    A resumed run keeps the rows of methods and seeds that it does not train itself.
     """
     _check(config, data)
-    trials = [_start(config, data, method, seed) for seed in range(config.seeds) for method in config.methods]
-    others: list[Row] = []
+    trials = [_new_trial(config, data, method, seed) for seed in range(config.seeds) for method in config.methods]
+    kept: list[Row] = []
     if resume:
-        others = _other_rows(out, trials)
+        kept = _rows_of_others(out, trials)
         for trial in trials:
-            _load(trial, _path(out, trial), _identity(config, data, trial.method))
-    (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)  # only now: a wrong setting has raised by here
+            _load(trial, out, _identity(config, data, trial.method))
+    (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)  # after everything that raises for a wrong setting
     with _locked(out):
         for trial in trials:
-            progress.show(trial.method, trial.rows, config.epochs)
+            progress.update(trial.method, trial.rows, config.epochs)
         for trial in _turns(trials, config.epochs):
             if trial.epoch == 0:
                 _warm_up(config, data, trial.method)
-            _advance(trial, config, data, progress)
-            _save(trial, _path(out, trial), _identity(config, data, trial.method))
-            write_results(out / "results.csv", [*others, *(row for t in trials for row in t.rows)])
-            progress.show(trial.method, trial.rows, config.epochs)
-        rows = [*others, *(row for trial in trials for row in trial.rows)]
-        write_results(out / "results.csv", rows)
+            _run_epoch(trial, config, data, progress)
+            _save(trial, out, _identity(config, data, trial.method))
+            write_results(out / "results.csv", _all_rows(kept, trials))
+            progress.update(trial.method, trial.rows, config.epochs)
+        write_results(out / "results.csv", _all_rows(kept, trials))
         for folder in (out, out / CHECKPOINTS):
-            remove_leftovers(folder)  # of writes that a kill cut short
-    return rows
+            remove_temporary_files(folder)  # of an earlier run that was killed while writing
+    return _all_rows(kept, trials)
+
+
+def _all_rows(kept: Sequence[Row], trials: Sequence[Trial]) -> list[Row]:
+    return [*kept, *(row for trial in trials for row in trial.rows)]
 
 
 def _check(config: Config, data: Dataset) -> None:
-    """What would otherwise be found out in the middle of a run."""
+    """Raise for settings that would otherwise fail in the middle of a run."""
     if data.classes < 2:
-        raise ValueError(f"{data.name} has one class only; there is nothing to tell apart")
+        raise ValueError(f"{data.name} has only one class; at least two are required")
     if "bn" in config.methods and min(config.batch, len(data.x_train)) < 2:
-        raise ValueError("Batch Normalisation needs at least two examples in a batch; leave out bn, or give --batch 2")
+        raise ValueError("batch normalisation requires at least two examples per batch; use --batch 2 or leave out bn")
 
 
-def _other_rows(out: Path, trials: Sequence[Trial]) -> list[Row]:
-    """Rows already there of trials that this run does not speak of; a broken file has none."""
+def _rows_of_others(out: Path, trials: Sequence[Trial]) -> list[Row]:
+    """The rows in results.csv of methods and seeds not in `trials`; none if the file is missing or malformed."""
     own = {(trial.method, trial.seed) for trial in trials}
     try:
         return [row for row in read_results(out / "results.csv") if (row.method, row.seed) not in own]
@@ -136,7 +139,7 @@ def _other_rows(out: Path, trials: Sequence[Trial]) -> list[Row]:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """One run at a time in a folder; the lock goes with the process, however it ends."""
+    """Allow one run at a time in a folder; the operating system drops the lock when the process ends."""
     with (out / ".lock").open("w") as file:
         if fcntl is not None:
             try:
@@ -147,7 +150,10 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _turns(trials: Sequence[Trial], epochs: int) -> Iterator[Trial]:
-    """Whose turn it is: seed by seed, and within a seed epoch by epoch; who comes first changes with the epoch."""
+    """The trials in the order in which they train: seed by seed, epoch by epoch, each epoch with another method first.
+
+    Methods that take turns share slow phases of the machine, so that their times can be compared.
+    """
     for seed in dict.fromkeys(trial.seed for trial in trials):
         own = [trial for trial in trials if trial.seed == seed]
         for epoch in range(epochs + 1):
@@ -158,93 +164,89 @@ def _turns(trials: Sequence[Trial], epochs: int) -> Iterator[Trial]:
 
 
 def _warm_up(config: Config, data: Dataset, method: str) -> None:
-    """Two updates of a network to throw away: a process's first are slow, whoever makes them."""
-    trainee = _start(config, data, method, seed=0).trainee
-    train_epoch(trainee, data.x_train, data.y_train, torch.arange(len(data.x_train))[: 2 * config.batch], config.batch)
+    """Train a network that is thrown away for two updates, because the first updates in a process are slow."""
+    state = _new_trial(config, data, method, seed=0).state
+    train_epoch(state, data.x_train, data.y_train, torch.arange(len(data.x_train))[: 2 * config.batch], config.batch)
 
 
-def _start(config: Config, data: Dataset, method: str, seed: int) -> Trial:
+def _new_trial(config: Config, data: Dataset, method: str, seed: int) -> Trial:
     plain = perceptron([data.features, *config.hidden, data.classes], config.activation, seed)
     whitening = replace(METHODS[method].whitening, **config.whitening)
     problem = Problem(plain, config.lr, data.x_train, data.y_train, seed, whitening)
     return Trial(method, seed, METHODS[method].prepare(problem), [])
 
 
-def _advance(trial: Trial, config: Config, data: Dataset, progress: Progress) -> None:
-    """Trains for one epoch (not before the first row, the untrained network) and evaluates, outside the clock."""
+def _run_epoch(trial: Trial, config: Config, data: Dataset, progress: Progress) -> None:
+    """Train for one epoch, then evaluate with the clock stopped. A new trial is only evaluated, as epoch 0."""
     epoch = trial.epoch + 1
-    step, seconds = (trial.rows[-1].step, trial.rows[-1].seconds) if trial.rows else (0, 0.0)
+    step = trial.rows[-1].step if trial.rows else 0
+    seconds = trial.rows[-1].seconds if trial.rows else 0.0
     failure: Exception | None = None
+    name = f"{trial.method}, seed {trial.seed}"
     if epoch > 0:
-        order = torch.randperm(len(data.x_train), generator=_generator(trial.seed, epoch))
-        with _warnings_said(f"{trial.method}, seed {trial.seed}, epoch {epoch}", progress):
+        generator = torch.Generator().manual_seed(trial.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(data.x_train), generator=generator)
+        with _warnings_as_messages(f"{name}, epoch {epoch}", progress):
             start = time.perf_counter()
             try:
                 step += train_epoch(
-                    trial.trainee, data.x_train, data.y_train, order, config.batch,
-                    lambda share: progress.tick(trial.method, share),
+                    trial.state, data.x_train, data.y_train, order, config.batch,
+                    lambda fraction: progress.tick(trial.method, fraction),
                 )  # fmt: skip
-            except (WhiteningError, FloatingPointError) as reason:  # the second is the drop-in optimizer's
-                failure = reason
+            except (WhiteningError, FloatingPointError) as error:  # the second comes from the drop-in optimizer
+                failure = error
             seconds += time.perf_counter() - start
-    losses = (math.nan, math.nan, math.nan) if failure else _evaluate(trial.trainee.deployed(), data)
+    losses = (math.nan, math.nan, math.nan) if failure else _evaluate(trial.state.deployed(), data)
     trial.rows.append(Row(trial.method, trial.seed, epoch, step, seconds, *losses))
     if trial.diverged:
-        why = failure or "its loss is not finite"
-        progress.say(f"{trial.method}, seed {trial.seed}: diverged in epoch {epoch}; {why}")
+        progress.message(f"{name}: diverged in epoch {epoch}: {failure or 'the loss is not finite'}")
 
 
 def train_epoch(
-    trainee: Trainee,
+    state: TrainingState,
     x: Tensor,
     y: Tensor,
     order: Tensor,
     batch: int,
-    tick: Callable[[float], None] = lambda share: None,
+    tick: Callable[[float], None] = lambda fraction: None,
 ) -> int:
-    """The one training loop: every batch of `order` once; returns the number of updates."""
-    model, optimizer, rewhitening = trainee.model.train(), trainee.optimizer, trainee.rewhitening
+    """Train on every full batch of `order` once; return the number of updates. `tick` receives the fraction done."""
+    model = state.model.train()
     updates = max(1, len(order) // batch)
     for step, chosen in enumerate(torch.split(order[: updates * batch], batch), start=1):
-        xb, yb = x[chosen], y[chosen]
-        if rewhitening is not None:
-            rewhitening.step(xb, yb)
-        optimizer.zero_grad()
-        F.cross_entropy(model(xb), yb).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        inputs = x[chosen]
+        labels = y[chosen]
+        if state.rewhitening is not None:
+            state.rewhitening.step(inputs, labels)
+        state.optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        state.optimizer.step()
         if step % 50 == 0:
             tick(step / updates)
     return updates
 
 
 @contextmanager
-def _warnings_said(where: str, progress: Progress) -> Iterator[None]:
-    """Warnings about whiteners become lines of the run's own, which do not tear the bars apart."""
+def _warnings_as_messages(where: str, progress: Progress) -> Iterator[None]:
+    """Report whitening warnings through `progress`, because printing them directly would garble the bars."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", WhiteningWarning)
         yield
     for warning in caught:
-        progress.say(f"{where}: {warning.message}")
+        progress.message(f"{where}: {warning.message}")
 
 
 @torch.no_grad()
 def _evaluate(model: nn.Module, data: Dataset) -> tuple[float, float, float]:
-    """Training loss, validation loss, validation accuracy."""
+    """Return training loss, validation loss and validation accuracy."""
     output = model(data.x_test)
+    train_loss = F.cross_entropy(model(data.x_train), data.y_train)
     accuracy = (output.argmax(dim=1) == data.y_test).double().mean()
-    return (
-        float(F.cross_entropy(model(data.x_train), data.y_train)),
-        float(F.cross_entropy(output, data.y_test)),
-        float(accuracy),
-    )
-
-
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return float(train_loss), float(F.cross_entropy(output, data.y_test)), float(accuracy)
 
 
 def _identity(config: Config, data: Dataset, method: str) -> dict[str, Any]:
-    """What must be equal for a checkpoint to belong to this run."""
+    """The settings that must be equal for a checkpoint to be resumed."""
     own = {k: v for k, v in asdict(config).items() if k not in ("methods", "epochs", "seeds", "whitening")}
     own |= {"hidden": list(config.hidden), "data": data.name, "fingerprint": data.fingerprint}
     own |= {f"optimizer.{name}": value for name, value in METHODS[method].defaults.items()}  # a release may change them
@@ -255,29 +257,36 @@ def _path(out: Path, trial: Trial) -> Path:
     return out / CHECKPOINTS / f"{trial.method}-{trial.seed}.pt"
 
 
-def _save(trial: Trial, path: Path, identity: dict[str, Any]) -> None:
+def _save(trial: Trial, out: Path, identity: dict[str, Any]) -> None:
     rows = [asdict(row) for row in trial.rows]
     file = io.BytesIO()
-    torch.save({"identity": identity, "rows": rows, "trainee": trial.trainee.state_dict()}, file)
-    write_atomically(path, file.getvalue())
+    torch.save({"identity": identity, "rows": rows, "trainee": trial.state.state_dict()}, file)
+    write_atomically(_path(out, trial), file.getvalue())
 
 
-def _load(trial: Trial, path: Path, identity: dict[str, Any]) -> None:
+def _load(trial: Trial, out: Path, identity: dict[str, Any]) -> None:
+    """Continue from the trial's checkpoint if there is one; ResumeError if its settings differ."""
+    path = _path(out, trial)
     if not path.exists():
         return
-    saved = _read(path)
-    differing = [k for k in identity if saved["identity"].get(k) != identity[k]]
-    if differing:
-        said = "; ".join(f"{k} was {saved['identity'].get(k)}, now {identity[k]}" for k in differing)
-        raise ResumeError(f"{path} belongs to a run with other settings: {said}. Give those, or another --out")
-    trial.trainee.load_state_dict(saved["trainee"])
+    saved = _read_checkpoint(path)
+    old = saved["identity"]
+    if differing := "; ".join(
+        f"{key} was {old.get(key)}, now {new}" for key, new in identity.items() if old.get(key) != new
+    ):
+        raise ResumeError(
+            f"{path} belongs to a run with other settings: {differing}. Use the same settings, or another --out"
+        )
+    trial.state.load_state_dict(saved["trainee"])
     trial.rows = [Row(**row) for row in saved["rows"]]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         saved = torch.load(path, weights_only=True)
         if isinstance(saved, dict) and {"identity", "rows", "trainee"} <= set(saved):
+            # Older checkpoints have the solver under its former name.
+            saved["identity"].setdefault("solver", saved["identity"].get("factorisation"))
             return saved
     except (RuntimeError, EOFError, ValueError, UnpicklingError):
         pass
@@ -285,14 +294,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def load_trained(path: Path, data: Dataset) -> nn.Module:
-    """The network of a checkpoint as it would be used, stock layers and all."""
+    """Load the network of a checkpoint for use: stock layers, in eval mode."""
     if not path.exists():
-        raise ResumeError(f"{path}: no such checkpoint; a run keeps them in its folder under {CHECKPOINTS}")
-    saved = _read(path)
-    identity, method = saved["identity"], path.stem.rpartition("-")[0]
+        raise ResumeError(f"{path}: no such checkpoint; a run saves them in its output folder, under {CHECKPOINTS}")
+    saved = _read_checkpoint(path)
+    identity = saved["identity"]
     if identity["fingerprint"] != data.fingerprint:
-        raise ResumeError(f"{path} was trained on {identity['data']}; the data given, {data.name}, are other data")
+        raise ResumeError(f"{path} was trained on {identity['data']}, which differs from the data given, {data.name}")
     config = Config(activation=identity["activation"], hidden=tuple(identity["hidden"]))
-    trial = _start(config, data, method, seed=0)
-    trial.trainee.model.load_state_dict(saved["trainee"]["model"])
-    return trial.trainee.deployed()
+    trial = _new_trial(config, data, path.stem.rpartition("-")[0], seed=0)
+    trial.state.model.load_state_dict(saved["trainee"]["model"])
+    return trial.state.deployed()

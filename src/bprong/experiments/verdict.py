@@ -1,4 +1,4 @@
-"""The paper's claims beside what a run measured, and the choices the paper leaves open beside what the run chose."""
+"""The paper's claims compared with the measurements of a run, and the run's choices where the paper states none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bprong.experiments.records import Column, Row, curve, diverged, label, methods
+from bprong.experiments.records import Column, Row, curve, divergence_epochs, label, method_names, seed_count
 
-HERO = "bprong"
-RUNGS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # training losses, the ladder of every run
-ABOUT = 2.0  # "about the same speed" is a factor of at most two
-UNKNOWN = "—"
+BPRONG = "bprong"
+LOSS_LEVELS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # training losses to be reached
+ABOUT_AS_FAST = 2.0  # the largest ratio of times that counts as "about the same speed"
+NOT_RECORDED = "—"
+
+Times = dict[float, tuple[float, float]]  # loss level: seconds to reach it, BPRONG's and another method's
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, what was measured, and whether it holds; None if it could not be measured."""
+    """A claim of the paper, the measurement, and whether the claim holds; None if it could not be measured."""
 
     text: str
     measured: str
@@ -27,180 +29,180 @@ class Claim:
 
 
 def verdict(rows: Sequence[Row]) -> list[Claim]:
-    """Section 4 of the paper, claim by claim, on medians over seeds."""
+    """Check each claim of section 4 of the paper, on medians over seeds."""
     return [
-        _lower(rows, "train_loss", "BPRONG has a lower training loss than SGD, BN and PRONG at equal iterations"),
-        _lower(rows, "val_loss", "BPRONG has a lower validation loss than SGD, BN and PRONG at equal iterations"),
-        _sooner(rows, "prong", "BPRONG is faster than PRONG in seconds"),
-        _as_fast(rows, "bn", "BPRONG is about as fast as BN in seconds (takes at most twice as long)"),
+        _lower_loss(rows, "train_loss", "BPRONG has a lower training loss than SGD, BN and PRONG at equal iterations"),
+        _lower_loss(rows, "val_loss", "BPRONG has a lower validation loss than SGD, BN and PRONG at equal iterations"),
+        _faster(rows, "prong", "BPRONG is faster than PRONG in seconds"),
+        _about_as_fast(rows, "bn", "BPRONG is about as fast as BN in seconds (takes at most twice as long)"),
     ]
 
 
-def _lower(rows: Sequence[Row], column: Column, text: str) -> Claim:
-    """Is BPRONG's median below the others' after every epoch that all of them have?"""
+def _lower_loss(rows: Sequence[Row], column: Column, text: str) -> Claim:
+    """The claim holds if BPRONG's median is below the others' after every epoch that all of them have finished."""
     others = ("sgd", "bn", "prong")
-    if absent := _absent(rows, (HERO, *others)):
-        return Claim(text, absent, None)
-    loss = {name: {p.epoch: p.median for p in curve(rows, name, column)} for name in (HERO, *others)}
-    epochs = sorted(set.intersection(*(set(losses) for losses in loss.values())) - {0})
+    if missing := _missing(rows, (BPRONG, *others)):
+        return Claim(text, missing, None)
+    losses = {name: {p.epoch: p.median for p in curve(rows, name, column)} for name in (BPRONG, *others)}
+    epochs = sorted(set.intersection(*(set(values) for values in losses.values())) - {0})
     if not epochs:
         return Claim(text, "no epoch of training that all four have finished", None)
-    below = {name: [e for e in epochs if loss[HERO][e] < loss[name][e]] for name in others}
+    below = {name: [e for e in epochs if losses[BPRONG][e] < losses[name][e]] for name in others}
     wins = [e for e in epochs if all(e in below[name] for name in others)]
-    parts = [f"lower at {len(wins)} of {_count(len(epochs), 'epoch')}"]
+    parts = [f"lower after {len(wins)} of {len(epochs)} epoch{'s' * (len(epochs) > 1)}"]
     if len(wins) < len(epochs):
         parts[0] += f" ({ranges(wins)})" if wins else ""
-        parts.append("below " + ", ".join(f"{label(name)} at {len(below[name])}" for name in others))
-    values = ", ".join(f"{label(name)} {number(loss[name][epochs[-1]])}" for name in (HERO, *others))
-    parts += [f"after epoch {epochs[-1]}: {values}", *_divergences(rows, (HERO, *others))]
+        parts.append("lower than " + ", ".join(f"{label(name)} after {len(below[name])}" for name in others))
+    values = ", ".join(f"{label(name)} {number(losses[name][epochs[-1]])}" for name in (BPRONG, *others))
+    parts += [f"losses after epoch {epochs[-1]}: {values}", *_divergences(rows, (BPRONG, *others))]
     return Claim(text, "; ".join(parts), len(wins) == len(epochs))
 
 
-def _sooner(rows: Sequence[Row], other: str, text: str) -> Claim:
-    """Is BPRONG sooner at every rung of the ladder that either reached?"""
-    if absent := _absent(rows, (HERO, other)):
-        return Claim(text, absent, None)
-    pairs = _pairs(rows, other)
-    if not pairs:
-        return Claim(text, _no_rung(rows, other), None)
-    wins = sum(mine < theirs for mine, theirs in pairs.values())
-    measured = f"sooner at {wins} of the {_count(len(pairs), 'training loss')} that either reached"
-    holds = wins == len(pairs) and not _lost(rows)
-    return Claim(text, "; ".join([measured, *_details(rows, pairs, other)]), holds)
+def _faster(rows: Sequence[Row], other: str, text: str) -> Claim:
+    """The claim holds if BPRONG is first at every loss level that either method reached."""
+    times = _times(rows, other)
+    if not times:
+        return _not_measured(rows, other, text)
+    wins = sum(mine < theirs for mine, theirs in times.values())
+    levels = f"{len(times)} training loss{'es' * (len(times) > 1)}"
+    measured = f"faster to {wins} of the {levels} that at least one of them reached"
+    holds = wins == len(times) and not _bprong_diverged(rows)
+    return Claim(text, "; ".join([measured, *_details(rows, times, other)]), holds)
 
 
-def _as_fast(rows: Sequence[Row], other: str, text: str) -> Claim:
-    """Is the median ratio of the seconds at most two, over the rungs that the other reached?"""
-    if absent := _absent(rows, (HERO, other)):
-        return Claim(text, absent, None)
-    pairs = _pairs(rows, other)
-    if not pairs:
-        return Claim(text, _no_rung(rows, other), None)
-    # A rung that BPRONG never reached counts as infinitely late; where the other reached none, BPRONG was sooner.
-    ratios = [mine / theirs for mine, theirs in pairs.values() if theirs < math.inf]
-    near = median(ratios) <= ABOUT if ratios else True
-    return Claim(text, "; ".join(_details(rows, pairs, other)), near and not _lost(rows))
+def _about_as_fast(rows: Sequence[Row], other: str, text: str) -> Claim:
+    """The claim holds if the median ratio of the times, over the loss levels that the other reached, is at most two."""
+    times = _times(rows, other)
+    if not times:
+        return _not_measured(rows, other, text)
+    # A level that BPRONG did not reach counts as an infinite ratio. If the other reached none, BPRONG was faster.
+    ratios = [mine / theirs for mine, theirs in times.values() if theirs < math.inf]
+    fast = not ratios or median(ratios) <= ABOUT_AS_FAST
+    return Claim(text, "; ".join(_details(rows, times, other)), fast and not _bprong_diverged(rows))
 
 
-def _absent(rows: Iterable[Row], names: Iterable[str]) -> str:
-    there = set(methods(rows))
-    gone = [label(name) for name in names if name not in there]
-    return f"not in this run: {', '.join(gone)}" if gone else ""
+def _missing(rows: Iterable[Row], names: Iterable[str]) -> str:
+    present = method_names(rows)
+    missing = [label(name) for name in names if name not in present]
+    return f"not in this run: {', '.join(missing)}" if missing else ""
 
 
-def _lost(rows: Sequence[Row]) -> bool:
-    """Has BPRONG diverged, for half of its seeds or more?"""
-    return math.isinf(curve(rows, HERO, "train_loss")[-1].median)
+def _not_measured(rows: Sequence[Row], other: str, text: str) -> Claim:
+    """The claim about two methods of which one is missing, or which both reached no loss level."""
+    none = f"neither reached any of the training losses compared ({LOSS_LEVELS[0]:g} to {LOSS_LEVELS[-1]:g})"
+    reason = _missing(rows, (BPRONG, other)) or "; ".join([none, *_divergences(rows, (BPRONG, other))])
+    return Claim(text, reason, None)
 
 
-def _pairs(rows: Sequence[Row], other: str) -> dict[float, tuple[float, float]]:
-    """Seconds of BPRONG and of the other to each rung that either reached by training."""
-    times = ladder(rows)
-    pairs = {rung: (mine, theirs) for rung, mine, theirs in zip(RUNGS, times[HERO], times[other], strict=True)}
-    return {rung: pair for rung, pair in pairs.items() if 0 < min(pair) < math.inf}
+def _bprong_diverged(rows: Sequence[Row]) -> bool:
+    """Whether at least half of BPRONG's seeds diverged."""
+    return math.isinf(curve(rows, BPRONG, "train_loss")[-1].median)
 
 
-def _ratios(pairs: Mapping[float, tuple[float, float]]) -> list[float]:
-    return [mine / theirs for mine, theirs in pairs.values() if not math.isinf(max(mine, theirs)) and theirs > 0]
+def _times(rows: Sequence[Row], other: str) -> Times:
+    """Seconds of BPRONG and of the other method to each loss level that at least one of them reached by training."""
+    if _missing(rows, (BPRONG, other)):
+        return {}
+    seconds = seconds_to_levels(rows)
+    times = zip(LOSS_LEVELS, zip(seconds[BPRONG], seconds[other], strict=True), strict=True)
+    return {level: pair for level, pair in times if 0 < min(pair) < math.inf}
 
 
-def _details(rows: Sequence[Row], pairs: Mapping[float, tuple[float, float]], other: str) -> list[str]:
+def _details(rows: Sequence[Row], times: Times, other: str) -> list[str]:
+    """The ratio of the times, the levels that only one method reached, and the divergences, in words."""
     parts = []
-    if ratios := _ratios(pairs):
-        spread = f"median of {len(ratios)} that both reached, {min(ratios):.2f} to {max(ratios):.2f}"
-        note = spread if len(ratios) > 1 else "the only training loss that both reached"
-        parts.append(f"{median(ratios):.2f} times {label(other)}'s seconds ({note})")
-    for name, rival in ((HERO, 1), (other, 0)):
-        alone = [f"{rung:g}" for rung, pair in pairs.items() if math.isinf(pair[rival])]
-        parts += [f"{label(name)} alone reached {', '.join(alone)}"] if alone else []
-    return parts + _divergences(rows, (HERO, other))
-
-
-def _no_rung(rows: Sequence[Row], other: str) -> str:
-    return "; ".join(["neither came down to the first training loss of the ladder", *_divergences(rows, (HERO, other))])
+    if ratios := [mine / theirs for mine, theirs in times.values() if max(mine, theirs) < math.inf and theirs > 0]:
+        spread = f"median over the {len(ratios)} that both reached, range {min(ratios):.2f} to {max(ratios):.2f}"
+        note = spread if len(ratios) > 1 else "at the only training loss that both reached"
+        parts.append(f"{median(ratios):.2f} times the seconds of {label(other)} ({note})")
+    for name, rival in ((BPRONG, 1), (other, 0)):
+        alone = [f"{level:g}" for level, pair in times.items() if math.isinf(pair[rival])]
+        parts += [f"only {label(name)} reached {', '.join(alone)}"] if alone else []
+    return parts + _divergences(rows, (BPRONG, other))
 
 
 def _divergences(rows: Sequence[Row], names: Iterable[str]) -> list[str]:
-    return [f"{label(name)} {text}" for name in names if (text := divergence(rows, name))]
+    return [f"{label(name)} {text}" for name in names if (text := divergence_text(rows, name))]
 
 
-def divergence(rows: Sequence[Row], method: str) -> str:
+def divergence_text(rows: Sequence[Row], method: str) -> str:
     """When a method diverged, in words; empty if it did not."""
-    ends = diverged(rows).get(method, {})
+    ends = divergence_epochs(rows, method)
     if not ends:
         return ""
-    seeds = {row.seed for row in rows if row.method == method}
-    share = f" ({len(ends)} of {len(seeds)} seeds)" if len(seeds) > 1 else ""
+    seeds = seed_count(row for row in rows if row.method == method)
+    share = f" ({len(ends)} of {seeds} seeds)" if seeds > 1 else ""
     epochs = sorted(set(ends.values()))
     return f"diverged at epoch{'s' * (len(epochs) > 1)} {ranges(epochs)}{share}"
 
 
-def ladder(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Seconds of each method to each of `RUNGS`: the median over its seeds, infinite where a rung was not reached."""
+def seconds_to_levels(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Seconds of each method to each of `LOSS_LEVELS`: the median over its seeds, infinite if not reached."""
     table = {}
-    for name in methods(rows):
+    for name in method_names(rows):
         own = [row for row in rows if row.method == name]
-        seeds = [[row for row in own if row.seed == seed] for seed in sorted({row.seed for row in own})]
-        table[name] = [median(seconds_to(rung, rows) for rows in seeds) for rung in RUNGS]
+        seeds = [[row for row in own if row.seed == seed] for seed in {row.seed for row in own}]
+        table[name] = [median(seconds_to(level, rows) for rows in seeds) for level in LOSS_LEVELS]
     return table
 
 
-def seconds_to(rung: float, rows: Iterable[Row]) -> float:
-    """When one seed first had a training loss of `rung`: linear in log-loss between epochs, infinite if it never had.
+def seconds_to(level: float, rows: Iterable[Row]) -> float:
+    """Seconds until one seed first had a training loss of `level`; infinite if it never had.
 
-    A rung that was already passed before training takes no time.
+    Between two epochs the time is interpolated linearly in the logarithm of the loss. A level that the untrained
+    network has already passed takes no time.
     """
     before: Row | None = None
     for row in sorted(rows, key=lambda row: row.epoch):
-        if row.train_loss <= rung:
-            return row.seconds if before is None else _crossing(rung, before, row)
+        if row.train_loss <= level:
+            return row.seconds if before is None else _interpolated(level, before, row)
         before = row if math.isfinite(row.train_loss) else None
     return math.inf
 
 
-def _crossing(rung: float, before: Row, after: Row) -> float:
-    top, level, bottom = (math.log(max(v, sys.float_info.min)) for v in (before.train_loss, rung, after.train_loss))
-    return before.seconds + (after.seconds - before.seconds) * (top - level) / (top - bottom)
+def _interpolated(level: float, before: Row, after: Row) -> float:
+    losses = (before.train_loss, level, after.train_loss)
+    top, middle, bottom = map(math.log, (max(loss, sys.float_info.min) for loss in losses))
+    return before.seconds + (after.seconds - before.seconds) * (top - middle) / (top - bottom)
 
 
 def unstated(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the paper does not state, and what the run chose."""
-
-    def choose(key: str) -> str:
-        return shown(config.get(key))
-
-    return [
-        ("Activation φ", choose("activation")),
-        ("Initialisation of W and b", choose("initialisation")),
-        ("Scaling of the inputs", choose("input_scaling")),
-        ("ε₁, damping of Ž", choose("forward_damping")),
-        ("ε₂, damping of D", choose("backward_damping")),
-        ("τ₁, c₁: when U and c are renewed", _period(choose("forward_every"), choose("forward_offset"))),
-        ("τ₂, c₂: when R is renewed", _period(choose("backward_every"), choose("backward_offset"))),
-        ("Sample for the statistics", choose("statistics")),
-        ("Labels that make the errors of D", choose("fisher")),
-        ("Details of Batch Normalisation", choose("batch_normalisation")),
-        *([("The row beyond the paper’s", choose("drop_in"))] if config.get("drop_in") else []),
-    ]
-
-
-def _period(every: str, offset: str) -> str:
-    return UNKNOWN if every == offset == UNKNOWN else f"every {every} updates, offset {offset}"
+    """The choices that the paper does not state, each with what the run chose."""
+    chosen = {key: in_words(value) for key, value in config.items()}
+    choices = {
+        "Activation φ": "activation",
+        "Initialisation of W and b": "initialisation",
+        "Scaling of the inputs": "input_scaling",
+        "ε₁, damping of Ž": "forward_damping",
+        "ε₂, damping of D": "backward_damping",
+        "τ₁, updates between two refreshes of U and c": "forward_every",
+        "c₁, offset of these refreshes": "forward_offset",
+        "τ₂, updates between two refreshes of R": "backward_every",
+        "c₂, offset of these refreshes": "backward_offset",
+        "Examples behind the statistics": "statistics",
+        "Labels behind the errors of D": "fisher",
+        "Details of batch normalisation": "batch_normalisation",
+    } | ({"Methods that are not in the paper": "drop_in"} if config.get("drop_in") else {})
+    return [(text, chosen.get(key, NOT_RECORDED)) for text, key in choices.items()]
 
 
-def shown(value: Any) -> str:
-    """A value of a configuration in print."""
+def in_words(value: Any) -> str:
+    """A value of a configuration as text.
+
+    >>> in_words({"relu": True, "sizes": [3, 4]}), in_words(None)
+    ('relu: yes, sizes: 3, 4', '—')
+    """
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) or UNKNOWN
+        return ", ".join(f"{key}: {in_words(item)}" for key, item in value.items()) or NOT_RECORDED
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(shown, value)) or UNKNOWN
+        return ", ".join(map(in_words, value)) or NOT_RECORDED
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return UNKNOWN if value is None or value == "" else str(value)
+    return NOT_RECORDED if value is None or value == "" else str(value)
 
 
 def number(value: float) -> str:
-    """Three digits, and a word for what is not finite.
+    """A loss as text, with three digits; "diverged" if it is not finite.
 
     >>> number(0.12), number(1234.5), number(math.inf)
     ('0.120', '1234', 'diverged')
@@ -211,7 +213,7 @@ def number(value: float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending whole numbers, in short.
+    """Ascending integers as text, consecutive ones as ranges.
 
     >>> ranges([1, 2, 3, 5, 8, 9])
     '1–3, 5, 8–9'
@@ -223,8 +225,3 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
-
-
-def _count(n: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{n} {noun if n == 1 else plural}"

@@ -1,0 +1,217 @@
+"""Exact and approximate Fisher matrices, and how far they are from the identity.
+
+Fujimoto & Ohira, section 2.3: G_ij = E[z̄z̄ᵀ ⊗ δδᵀ] is the exact matrix, G̃_ij = E[z̄z̄ᵀ] ⊗ E[δδᵀ] its Kronecker form with
+all blocks, Ğ the block-diagonal part of G̃. z̄ = (1, z) and δ are taken in each layer's own coordinates, which for a
+whitened layer are z̄† and δ†: the audit sees what the optimizer sees.
+
+The expectation over labels is exact (every class weighted by its probability); the expectation over inputs is the mean
+over x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bprong.capture.backprop import errors_of, roots_of
+from bprong.capture.batches import without_listening
+from bprong.capture.measure import observed
+from bprong.capture.weights import weight_matrix_of
+from bprong.likelihood.families import Likelihood, likelihood_of
+from bprong.linalg.moments import finite, float64_copy
+from bprong.network.layers import WhitenedLinear
+
+LinearLayer = nn.Linear | WhitenedLinear
+EXACT_UP_TO = 3000  # parameters: a matrix of 72 MB, and a few seconds for its eigenvalues
+
+
+@dataclass(frozen=True)
+class FisherFactors:
+    """What the Fisher matrix of one layer is computed from, in the layer's own coordinates, float64.
+
+    z_bar:    (n, rows, in+1), or (n, rows, in) without a bias
+    delta:    (roots, n, rows, out); the sum over roots takes the expectation over labels
+    targets:  what sums over examples, roots and rows are divided by
+    """
+
+    name: str
+    z_bar: Tensor
+    delta: Tensor
+    targets: int
+
+    @property
+    def parameters(self) -> int:
+        return self.z_bar.shape[-1] * self.delta.shape[-1]
+
+    def Z(self, other: FisherFactors) -> Tensor:
+        """E[z̄z̄ᵀ] between this layer and another, the mean over rows."""
+        return torch.einsum("nri,nrj->ij", self.z_bar, other.z_bar) / self.z_bar.shape[:2].numel()
+
+    def D(self, other: FisherFactors) -> Tensor:
+        """E[δδᵀ] between this layer and another, summed over rows, per target."""
+        return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.targets
+
+    def scores(self) -> Tensor:
+        """∂(−log p)/∂(b, W) for every root and example, stacked by columns as vec does: (roots · n, parameters)."""
+        return torch.einsum("nri,knro->knio", self.z_bar, self.delta).flatten(0, 1).flatten(1)
+
+
+def fisher_factors(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical") -> list[FisherFactors]:
+    """z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model is left as it was.
+
+    Convolutions, and layers too wide to be whitened in one block, are left out.
+    """
+    roots: dict[str, list[FisherFactors]] = defaultdict(list)
+    for found in _each_root(model, x, likelihood):
+        roots[found.name].append(found)
+    return [replace(own[0], delta=torch.cat([found.delta for found in own])) for own in roots.values()]
+
+
+def second_moments(
+    model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical"
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates, without storing the errors of each example."""
+    sides: dict[str, tuple[Tensor, Tensor]] = {}
+    for found in _each_root(model, x, likelihood):
+        Z, D = sides.get(found.name) or (found.Z(found), found.delta.new_zeros(()))
+        sides[found.name] = (Z, D + found.D(found))
+    return sides
+
+
+def _each_root(model: nn.Module, x: Any, likelihood: str | Likelihood) -> Iterator[FisherFactors]:
+    """The factors of every layer for one root after the other, as the backward passes deliver them."""
+    likelihood = likelihood_of(likelihood)
+    layers = _linear_layers(model)
+    weights = [weight_matrix_of(name, layer) for name, layer in layers.items()]
+    with without_listening(), observed(model, weights, x, seed=0, errors=True) as (output, calls):
+        likelihood.check(output)
+        z_bars = {call.weight.name: _own_inputs(layers[call.weight.name], call.z) for call in calls}
+        if len(z_bars) != len(calls):
+            raise ValueError(
+                "a layer is called more than once in a forward pass; the audit supports one call of each layer"
+            )
+        for call, errors in errors_of(output, calls, roots_of(output, None, likelihood, "exact")):
+            z_bar = z_bars[call.weight.name]
+            R = getattr(layers[call.weight.name], "R", None)
+            delta = float64_copy(errors) if R is None else float64_copy(errors) @ float64_copy(R).T
+            if not (finite(z_bar) and finite(delta)):
+                raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
+            yield FisherFactors(
+                call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), likelihood.targets(output)
+            )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, LinearLayer]:
+    layers: dict[str, LinearLayer] = {
+        name: m
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear
+        or (isinstance(m, WhitenedLinear) and not m.forward_blocks.lead and not m.backward_blocks.lead)
+    }
+    if not layers:
+        raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
+    return layers
+
+
+def _own_inputs(layer: LinearLayer, z: Tensor) -> Tensor:
+    """z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
+    z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
+    if isinstance(layer, WhitenedLinear):
+        z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
+    return z if layer.bias is None else torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
+
+
+def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
+    """G ("exact"), G̃ ("kronecker") and Ğ ("block"), each (parameters, parameters).
+
+    G̃ relates layers example by example and is left out if layers see several rows for an example.
+    """
+    scores = torch.cat([a.scores() for a in layers], dim=1)
+    matrices = {"exact": scores.T @ scores / layers[0].targets}
+    if all(a.z_bar.shape[1] == 1 for a in layers):
+        matrices["kronecker"] = torch.cat(
+            [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
+        )
+    matrices["block"] = torch.block_diag(*(torch.kron(a.Z(a), a.D(a)) for a in layers))  # type: ignore[no-untyped-call]
+    return matrices
+
+
+def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 0.0) -> dict[str, float]:
+    """How close a matrix G with these eigenvalues is to the identity.
+
+    distance         ‖G − I‖ / ‖I‖, in Frobenius norm
+    distance_scaled  the same for the best multiple of G, which a learning rate can provide
+    condition        largest over smallest eigenvalue, without those that are zero to rounding
+    rank             the fraction of eigenvalues that are not zero to rounding
+    near_one         the fraction of eigenvalues within a factor of two of one
+    off_block        the fraction of ‖G‖² outside the layers' own blocks, as given
+
+    eps is the precision of z and δ, whose rounding enters the matrix squared and does not count as rank.
+    """
+    n = len(eigenvalues)
+    largest = float(eigenvalues.max())
+    nonzero = eigenvalues[eigenvalues > largest * n * max(torch.finfo(torch.float64).eps, eps**2)]
+    norm2 = float(eigenvalues.square().sum())
+    return {
+        "distance": float((eigenvalues - 1).norm()) / n**0.5,
+        "distance_scaled": max(0.0, 1 - float(eigenvalues.sum()) ** 2 / (n * norm2)) ** 0.5 if norm2 > 0 else 1.0,
+        "condition": largest / float(nonzero.min()) if len(nonzero) else float("inf"),
+        "rank": len(nonzero) / n,
+        "near_one": float(((eigenvalues >= 0.5) & (eigenvalues <= 2)).double().mean()),
+        "off_block": off_block,
+    }
+
+
+def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[str, float]:
+    """`identity_measures` of a matrix whose diagonal blocks have these sizes."""
+    layer = torch.arange(len(blocks), device=G.device).repeat_interleave(torch.tensor(blocks, device=G.device))
+    between = G[layer.unsqueeze(1) != layer].norm() / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
+    return identity_measures(torch.linalg.eigvalsh(G), float(between) ** 2, eps)
+
+
+def audit(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical") -> dict[str, Any]:
+    """Measures how close to the identity the model's Fisher matrix on x is, in the coordinates its optimizer sees.
+
+    Returns plain numbers: "parameters", how many there are; "matrices", the measures of `identity_measures` for each of
+    "exact", "kronecker" and "block"; "layers", how far from white z̄ and δ of each layer are (0: white, relative to
+    ‖I‖). Above 3,000 parameters "matrices" has "block" only, computed from its factors without forming a matrix.
+
+    >>> report = audit(nn.Sequential(nn.Linear(3, 2)), torch.randn(20, 3))
+    >>> report["parameters"], sorted(report["matrices"])
+    (8, ['block', 'exact', 'kronecker'])
+    """
+    parameters = sum(p.numel() for layer in _linear_layers(model).values() for p in layer.parameters())
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
+    if parameters <= EXACT_UP_TO:
+        found = fisher_factors(model, x, likelihood)
+        matrices = {
+            kind: matrix_measures(G, [layer.parameters for layer in found], eps)
+            for kind, G in fisher_matrices(found).items()
+        }
+        sides = {layer.name: (layer.Z(layer), layer.D(layer)) for layer in found}
+    else:
+        sides = second_moments(model, x, likelihood)
+        matrices = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
+    return {
+        "parameters": parameters,
+        "matrices": matrices,
+        "layers": {
+            name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()
+        },
+    }
+
+
+def block_eigenvalues(sides: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """The eigenvalues of Ğ: all products of an eigenvalue of E[z̄z̄ᵀ] and one of E[δδᵀ]."""
+    products = [torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D)).flatten() for Z, D in sides.values()]
+    return torch.cat(products).clamp(min=0)
+
+
+def _distance_from_white(second: Tensor) -> float:
+    return float((second - torch.ones_like(second[0]).diag()).norm()) / math.sqrt(len(second))

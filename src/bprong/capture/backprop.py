@@ -1,0 +1,154 @@
+"""Errors δ: gradients at the output that stand for targets, propagated back to every recorded call.
+
+Also which rows of a call belong to targets that count, and whether the recorded calls explain a weight's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bprong.capture.calls import Call
+from bprong.capture.weights import WeightMatrix
+from bprong.likelihood.families import Likelihood
+from bprong.linalg.moments import float64_copy, to_float64
+
+Fisher = Literal["sampled", "exact", "empirical"]
+UNEXPLAINED = 2e-2  # relative; far above the rounding of float32, far below the effect of a use that was missed
+
+
+def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
+    """Gradients at the output whose outer products sum to its Fisher matrix, or estimate it if targets are sampled.
+
+    y: the targets of the data, for fisher="empirical"
+    """
+    if not torch.isfinite(output).all():  # no target can be drawn; the errors are as unknown as the output
+        return [torch.full_like(output, torch.nan)]
+    if fisher == "exact":
+        return (root * _signs(root) for root in likelihood.roots(output))
+    if fisher == "sampled":
+        y = likelihood.sample(output)
+    elif not isinstance(y, Tensor):
+        raise ValueError(
+            f'fisher="empirical" needs the targets of the data: give them, step(x, y) or observe(x, y). They must be a '
+            f"tensor, not {type(y).__name__}"
+        )
+    else:
+        likelihood.check_targets(output, y)
+    leaf = output.detach().requires_grad_()
+    return torch.autograd.grad(likelihood.total_nll(leaf, y), leaf)
+
+
+def _signs(root: Tensor) -> Tensor:
+    """A random sign for each row of the batch.
+
+    If rows are computed independently, signs change nothing. If they are not (BatchNorm in training, sequences
+    flattened into rows), errors of different rows are multiplied with each other; under the model such products are
+    zero on average, and random signs make them so.
+    """
+    bits = torch.randint(0, 2, root.shape[:1], device=root.device)
+    return (2 * bits - 1).to(root.dtype).view(-1, *(1 for _ in root.shape[1:]))
+
+
+def of_targets(root: Tensor, counted: Tensor) -> Tensor:
+    """A gradient at the output, set to zero at the targets that do not count; counted: (targets,)."""
+    return (root.reshape(len(counted), -1) * counted.view(-1, 1)).view_as(root)
+
+
+def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
+    """δ of every call that the output depends on, for one root after the other."""
+    calls = [call for call in calls if call.a.requires_grad]
+    if calls and not output.requires_grad:
+        raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
+    for root in roots if calls else ():
+        deltas = torch.autograd.grad(output, [call.a for call in calls], root, retain_graph=True, allow_unused=True)
+        yield from ((call, delta) for call, delta in zip(calls, deltas, strict=True) if delta is not None)
+
+
+# Which rows count -----------------------------------------------------------------------------------------------------
+
+
+def rows_that_count(output: Tensor, calls: Sequence[Call], counted: Tensor) -> dict[Call, Tensor]:
+    """Masks (rows,) of the rows of each call that belong to targets that count; padding, for example, does not.
+
+    A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it belongs
+    to the target at the same place, if rows are laid out as targets are, and otherwise to those of its example.
+    """
+    root = torch.randn_like(output)
+    own = _reached(output, calls, of_targets(root, counted))
+    others = _reached(output, calls, of_targets(root, ~counted))
+    targets = counted.view(output.shape[:-1]) if counted.numel() == output[..., 0].numel() else counted
+    return {call: own[call] | (_placed(call, targets, own[call], others[call]) & ~others[call]) for call in calls}
+
+
+def _reached(output: Tensor, calls: Sequence[Call], root: Tensor) -> dict[Call, Tensor]:
+    """Masks (rows,) of the rows that errors come back to; errors that cancel up to rounding do not count."""
+    found = {call: call.errors(torch.zeros_like(call.a)).flatten(1).any(dim=1) for call in calls}  # False everywhere
+    for call, delta in errors_of(output, calls, [root]):
+        size = call.errors(delta).detach().flatten(1).norm(dim=1)
+        found[call] = torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
+    return found
+
+
+def _placed(call: Call, targets: Tensor, own: Tensor, others: Tensor) -> Tensor:
+    """Mask (rows,) of the rows at the place of a target that counts; own, others: what errors have decided."""
+    examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
+    leading = call.a.shape[: -1 if call.geometry is None else -1 - len(call.geometry.kernel)]
+    each = len(own) // len(examples)
+    layouts = [targets.new_ones(len(own))]
+    if len(own) == targets.numel():
+        layouts = [targets.flatten(), targets.T.flatten() if targets.ndim == 2 else targets.flatten()]
+    elif len(own) == each * len(examples) and len(examples) in leading[:2]:
+        layouts = [examples.repeat_interleave(each), examples.repeat(each)]
+    # Batch-first or time-first? Take the layout that agrees with most of the rows that errors have decided.
+    return max(layouts, key=lambda place: int((place & own).sum() - (place & others & ~own).sum()))
+
+
+# Is every use recorded? -----------------------------------------------------------------------------------------------
+
+
+def unexplained(output: Tensor, calls: Sequence[Call]) -> set[str]:
+    """The names of weights that are used in ways that were not recorded.
+
+    The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It is
+    not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
+    convolution transposed. The recorded calls then tell only a part of what the weight does.
+    """
+    calls = [call for call in calls if call.a.requires_grad and call.weight.weight.requires_grad]
+    if not calls or not output.requires_grad:
+        return set()
+    weights = list({call.weight: None for call in calls})
+    wanted = [*(weight.weight for weight in weights), *(call.a for call in calls)]
+    found = torch.autograd.grad(output, wanted, torch.randn_like(output), retain_graph=True, allow_unused=True)
+    deltas = [(call, delta) for call, delta in zip(calls, found[len(weights) :], strict=True) if delta is not None]
+    return {
+        weight.name
+        for weight, gradient in zip(weights, found, strict=False)
+        if not _explained(
+            weight, gradient, sum(_product(call, delta) for call, delta in deltas if call.weight is weight)
+        )
+    }
+
+
+def _explained(weight: WeightMatrix, gradient: Tensor | None, product: Tensor | int) -> bool:
+    """Whether a gradient is the sum of the products of all calls; 0: no error reached a call."""
+    if gradient is None:
+        return True
+    expected = float64_copy(weight.matrix(weight.own(gradient)))
+    return bool((expected - product).norm() <= UNEXPLAINED * expected.norm()) or not expected.isfinite().all()
+
+
+def _product(call: Call, delta: Tensor) -> Tensor:
+    """Σ δ zᵀ over the rows of a call: (out, in), or (groups, out, in) with several groups."""
+    blocks = call.weight.inputs
+    errors = to_float64(call.errors(delta.detach()))
+    total = errors.new_zeros(blocks.groups, errors.shape[-1], blocks.features)
+    for rows, z in call.inputs():
+        if call.weight.one_hot:
+            total[0].index_add_(1, z.to(total.device), errors[rows, 0].T)
+        else:
+            total += torch.einsum("rgo,rgi->goi", errors[rows], to_float64(z))
+    return total if blocks.groups > 1 else total[0]

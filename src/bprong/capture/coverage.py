@@ -1,0 +1,167 @@
+"""Which parameters of a model are whitened, how, and at what cost, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from bprong.capture.weights import Limits, WeightMatrix, covered_weights
+from bprong.checks import integer
+from bprong.linalg.blocks import MAX_DIM
+
+FALLBACK = "fallback: Adam"
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """How one parameter is treated.
+
+    treatment  "two-sided", "forward only", "fallback: Adam" or "frozen"; a side that is not one block adds
+               ", channel-only", ", diagonal" or ", in blocks"
+    reason     why it follows the fallback rule
+    inputs, outputs
+               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "25 channels", "500 diagonal"
+    memory     bytes kept for it beyond the parameter, its gradient and its momentum, with exact inverses; less where
+               the optimizer uses low-rank inverses
+    refresh    floating-point operations to factor its sides
+    per_row    operations to measure one row; a convolution has a row for each output position of each example
+    step       operations that a step takes beyond those of SGD
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    treatment: str
+    reason: str = ""
+    inputs: str = ""
+    outputs: str = ""
+    memory: int = 0
+    refresh: int = 0
+    per_row: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """A row for each parameter; prints as a table."""
+
+    rows: list[CoverageRow]
+
+    @property
+    def fallback(self) -> dict[str, str]:
+        """The parameters that follow the fallback rule (Adam) instead, with the reason."""
+        return {row.parameter: row.reason for row in self.rows if row.treatment == FALLBACK}
+
+    @property
+    def memory(self) -> int:
+        return sum(row.memory for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ["parameter", "shape", "treatment", "inputs", "outputs", "memory", "refresh", "per row", "step", ""]
+        lines = [
+            [row.parameter, " × ".join(map(str, row.shape)), row.treatment, row.inputs, row.outputs,
+             _amount(row.memory, "B"), _amount(row.refresh, "flop"), _amount(row.per_row, "flop"),
+             _amount(row.step, "flop"), row.reason]
+            for row in self.rows
+        ]  # fmt: skip
+        memory, refresh, step = (
+            _amount(sum(getattr(row, cost) for row in self.rows), unit) or "nothing"
+            for cost, unit in (("memory", "B"), ("refresh", "flop"), ("step", "flop"))
+        )
+        total = f"in all {memory}; {refresh} to factor all sides at a refresh, {step} more than SGD at a step"
+        return "\n".join([table(header, lines, left=(0, 1, 2, 3, 4, 9)), total])
+
+
+def coverage(
+    model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM, channels: bool = False, strict: bool = False
+) -> Coverage:
+    """How `BPRONG(model)` treats each parameter of a model, and at what cost, before anything is allocated.
+
+    backward            False: as `PRONG` does
+    max_dim, channels   as for the optimizer
+    strict              raise ValueError if a trainable parameter follows the fallback rule
+
+    >>> found = coverage(nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10), nn.LayerNorm(10)))
+    >>> found.rows[0].treatment, found.rows[0].inputs, found.fallback
+    ('two-sided', '784', {'3.weight': 'in LayerNorm', '3.bias': 'in LayerNorm'})
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"coverage takes a model, not a {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)
+    weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1), channels)))
+    found = Coverage(
+        [
+            _row(model, name, p, [weight for weight in weights if p is weight.weight or p is weight.bias], backward)
+            for name, p in model.named_parameters()
+        ]
+    )
+    if strict and found.fallback:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in found.fallback.items())
+        raise ValueError(f"{len(found.fallback)} of {len(found.rows)} parameters are not whitened: {reasons}")
+    return found
+
+
+def _row(model: nn.Module, name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bool) -> CoverageRow:
+    """weights: those that the parameter belongs to"""
+    shape = tuple(parameter.shape)
+    if not parameter.requires_grad:
+        return CoverageRow(name, shape, "frozen")
+    if not weights:  # Adam keeps two moments
+        return CoverageRow(name, shape, FALLBACK, fallback_reason(model, parameter), memory=2 * parameter.nbytes)
+    treatment = "two-sided" if backward else "forward only"
+    if all(weight.weight is not parameter for weight in weights) and any(w.weight.requires_grad for w in weights):
+        return CoverageRow(name, shape, treatment, "with its weight")
+    first = weights[0]
+    times = f"{len(weights)} × " if len(weights) > 1 else ""
+    cost = sum((Counter(weight.cost(backward)) for weight in weights), Counter())
+    return CoverageRow(
+        name, shape, treatment + _form(first, backward), "", f"{times}{first.inputs}",
+        f"{times}{first.outputs}" if backward else "", **cost,
+    )  # fmt: skip
+
+
+def _form(weight: WeightMatrix, backward: bool) -> str:
+    """How a side that is not one block is split."""
+    if weight.inputs.positions > 1:
+        return ", channel-only"
+    split = {side.size for side in (weight.inputs, weight.outputs)[: 1 + backward] if side.count > 1}
+    kind = ", diagonal" if split == {1} else ", in blocks"
+    return kind if split else ""
+
+
+def fallback_reason(model: nn.Module, parameter: Tensor) -> str:
+    """Why a parameter is not covered."""
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+    if len(names) != 1:
+        return f"tied: {', '.join(names)}" if names else "not the model's"
+    module = model.get_submodule(names[0].rpartition(".")[0])
+    if type(module) is nn.Embedding:
+        return "in an Embedding with scale_grad_by_freq or sparse=True"
+    if parameter.is_complex():
+        return "complex"
+    if any(parameter is p for weight in covered_weights(model) for p in (weight.weight, weight.bias)):
+        return f"in a {type(module).__name__} that the optimizer was not built with"
+    return f"in {type(module).__name__}"
+
+
+def table(header: list[str], rows: list[list[str]], left: Collection[int] = ()) -> str:
+    """Text in aligned columns; the columns numbered in `left` are aligned to the left.
+
+    >>> print(table(["a", "size"], [["long", "1"]], left=[0]))
+    a     size
+    long     1
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    aligned = [f"{{:{'<' if i in left else '>'}{width}}}" for i, width in enumerate(widths)]
+    return "\n".join("  ".join(aligned).format(*row).rstrip() for row in [header, *rows])
+
+
+def _amount(value: int, unit: str) -> str:
+    """
+    >>> _amount(0, "B"), _amount(999, "B"), _amount(2_460_000, "flop")
+    ('', '999 B', '2.46 Mflop')
+    """
+    power = min(4, (len(str(value)) - 1) // 3)
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}{unit}" if value else ""

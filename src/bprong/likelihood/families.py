@@ -1,0 +1,362 @@
+"""p(y | output): likelihood families. They define the distribution of targets that the Fisher matrix is made of.
+
+The Fisher matrix takes targets drawn from the model's own p(y | x), not the data's. Each family therefore defines its
+negative log-probability, how targets are drawn and, for an exact Fisher matrix, a root of the Fisher matrix at the
+output: vectors g_k with Σ_k g_k g_kᵀ = E[∇(−log p) ∇(−log p)ᵀ], which are back-propagated in place of drawn errors.
+
+One target is one row of the output, (..., m): a batch has B of them in classification and B·T in a language model.
+Classes are therefore in the last dimension. An image of independent pixels (an output of four or more dimensions) is
+one target.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bprong.likelihood.loss import IGNORED, Loss, Observation, loss_of_bits, loss_of_classes, loss_of_numbers
+from bprong.linalg.moments import to_float64
+
+
+def nontrivial(mask: Tensor | None) -> Tensor | None:
+    """The mask, or None if it is all True or all False."""
+    return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask
+
+
+class Likelihood(ABC):
+    """A distribution of targets given a network's output. Subclass it for your own: `nll` and `sample` are enough.
+
+    A subclass may also set these attributes, which `lr="auto"` reads:
+
+    nonnegative        nll is never negative, so its value bounds how far the loss can still fall. Leave it False if nll
+                       leaves out a constant.
+    takes_float64      nll accepts a float64 output, whatever the dtype of the targets.
+    scale_in_gradient  the gradient at the output determines the loss's scale κ without the loss's value, because
+                       targets are probabilities.
+    loss_varies_by     the factor by which losses of two batches commonly differ. After a larger change the scale κ of
+                       the loss is measured again.
+
+    >>> class Poisson(Likelihood):                        # output: log of the rate, (batch, counts)
+    ...     def nll(self, output, y):
+    ...         return (output.exp() - y * output).sum(-1)
+    ...     def sample(self, output):
+    ...         return torch.poisson(output.exp())
+    >>> Poisson().targets(torch.zeros(8, 3))
+    8
+    """
+
+    nonnegative = False
+    takes_float64 = False
+    scale_in_gradient = False
+    loss_varies_by = 8.0
+
+    @abstractmethod
+    def nll(self, output: Tensor, y: Tensor) -> Tensor:
+        """−log p(y | output) up to a constant: one value per target, neither summed nor averaged over targets."""
+
+    @abstractmethod
+    def sample(self, output: Tensor) -> Tensor:
+        """Targets drawn from p(y | output) by torch's default generator, which the caller saves and restores."""
+
+    def roots(self, output: Tensor) -> Iterator[Tensor]:
+        """Vectors g_k, shaped like the output, whose Σ_k g_k g_kᵀ is each target's Fisher matrix at the output.
+
+        Every g_k is nonzero at one target per example only. Errors of two targets of one example are independent under
+        the model, and back-propagating both at once would add a product that is zero in expectation.
+        """
+        raise TypeError(f'{type(self).__name__} defines no roots(): use fisher="sampled", or define it')
+
+    def fisher_products(self, output: Tensor, directions: Sequence[Tensor], counted: Tensor | None = None) -> Tensor:
+        """Σ over targets of dᵢᵀ F dⱼ, where F is the Fisher matrix of a target at the output: (k, k), float64.
+
+        directions: k changes dᵢ of the output
+        counted:    which targets the loss counts, (targets,); None: all of them
+
+        >>> Gaussian().fisher_products(torch.zeros(5, 2), [torch.ones(5, 2)])
+        tensor([[10.]], dtype=torch.float64)
+        """
+        V = torch.stack([to_float64(d.detach()) for d in directions])
+        FV = self.fisher_times(output.detach(), V)
+        rows = slice(None) if counted is None else counted.flatten()
+        V, FV = (M.reshape(len(M), self.targets(output), -1)[:, rows].flatten(1) for M in (V, FV))
+        matrix = V @ FV.T
+        return (matrix + matrix.T) / 2  # exactly symmetric
+
+    def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
+        """F v of every target, for every v in V; from the roots if they are defined, else from drawn targets.
+
+        V: (k, *output), float64
+        """
+        if type(self).roots is not Likelihood.roots:
+            return times_roots(self.roots(output), V, self.targets(output))
+        return self.times_drawn(output, V)
+
+    def times_drawn(self, output: Tensor, V: Tensor) -> Tensor:
+        """An estimate of F v from one drawn target y per row: ∇²(−log p(y)) v, whose mean is F v if −log p is smooth.
+
+        In the natural parameters of an exponential family the Hessian does not depend on y, so the estimate is exact.
+        Elsewhere it may be negative by chance, and it misses the curvature in the kinks of −log p (Laplace). In those
+        cases g gᵀ v is used, which is noisier.
+        """
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            (g,) = torch.autograd.grad(self.total_nll(leaf, self.sample(output)), leaf, create_graph=True)
+            try:
+                # The derivative of g along v is a vector-Jacobian product of g, because the Hessian is symmetric.
+                along = [torch.autograd.grad(g, leaf, v.to(g), retain_graph=True, materialize_grads=True)[0] for v in V]
+            except RuntimeError:  # −log p is linear, or differentiable only once; torch has several messages for that
+                along = [torch.zeros_like(g)] * len(V)
+        HV = to_float64(torch.stack(along))
+        matrix = V.flatten(1) @ HV.flatten(1).T
+        if HV.any() and torch.isfinite(matrix).all():
+            eigenvalues = torch.linalg.eigvalsh(matrix)
+            if eigenvalues[0] >= -1e-6 * eigenvalues[-1]:  # positive semidefinite to rounding
+                return HV
+        return times_roots([g], V, self.targets(output))
+
+    def targets(self, output: Tensor) -> int:
+        """The number of targets that belong to an output."""
+        return output.numel() // output.shape[-1] if output.ndim > 1 else output.numel()
+
+    def check(self, output: Tensor) -> None:
+        """Raises ValueError if the output does not fit this likelihood."""
+        if not output.is_floating_point() or output.ndim == 0 or output.numel() == 0:
+            raise ValueError(
+                f"{type(self).__name__} needs a non-empty floating-point output with one row per target, "
+                f"not {output.dtype} of shape {tuple(output.shape)}"
+            )
+
+    def check_targets(self, output: Tensor, y: Tensor) -> None:
+        """Raises ValueError if y cannot be targets for this output."""
+        if len(y) != len(output):
+            raise ValueError(f"{len(y)} targets were given for a batch of {len(output)}: give one for each example")
+
+    def counted(self, output: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Which targets the loss counts, (targets,), from a mask with one or more entries per target; None: all."""
+        if mask is None or mask.numel() % self.targets(output):
+            return None
+        mask = mask.reshape(self.targets(output), -1).any(dim=1)
+        return mask if mask.any() else None
+
+    def counted_in(self, gradient: Tensor) -> Tensor | str:
+        """Which targets the user's loss counts: those with a nonzero gradient at the output, (...) for (..., m).
+
+        Returns an error message instead if the gradient shows that the output is laid out in another way.
+        """
+        return (gradient != 0).any(dim=-1) if gradient.ndim > 1 else gradient != 0
+
+    def not_ignored(self, y: Tensor) -> Tensor | None:
+        """Which of the data's targets are not marked as ignored; None if this likelihood has no such mark."""
+        return None
+
+    def targets_behind(self, gradient: Tensor) -> Tensor:
+        """The data's targets, read off the gradient of the user's loss at the output, whatever the loss's scale."""
+        raise ValueError(f"targets cannot be read off the gradients of {type(self).__name__}: give them, observe(x, y)")
+
+    def loss_from_gradient(self, seen: Observation, scale: float | None) -> Loss | None:
+        """The user's loss, read off its gradient at the output; scale: κ, if it is known already.
+
+        Returns None if what was observed does not determine the loss, as for a likelihood without this method.
+        """
+        return None
+
+    def total_nll(self, output: Tensor, y: Tensor) -> Tensor:
+        """The sum of nll over targets: its gradients are per target, however the user's own loss is reduced."""
+        values = self.nll(output, y)
+        if values.numel() != self.targets(output):
+            raise ValueError(
+                f"{type(self).__name__}.nll must return one value for each of the {self.targets(output)} targets, "
+                f"not shape {tuple(values.shape)}: leave out the sum or mean over the batch"
+            )
+        return values.sum()
+
+
+class Categorical(Likelihood):
+    """Classes with logits in the output's last dimension; loss: cross-entropy. Targets are class indices (...)."""
+
+    nonnegative = True
+    takes_float64 = True
+    scale_in_gradient = True
+
+    def nll(self, output: Tensor, y: Tensor) -> Tensor:
+        """The cross-entropy of each target; y: class indices (...), or distributions over the classes (..., m)."""
+        return F.cross_entropy(output.flatten(end_dim=-2), y.flatten(end_dim=output.ndim - 2), reduction="none")
+
+    def sample(self, output: Tensor) -> Tensor:
+        p = output.detach().float().softmax(dim=-1)
+        return torch.multinomial(p.flatten(end_dim=-2), 1).view(output.shape[:-1])
+
+    def roots(self, output: Tensor) -> Iterator[Tensor]:
+        """g_k = √p_k (p − e_k): class k weighted by its probability; Σ_k g_k g_kᵀ = diag(p) − ppᵀ."""
+        p = output.detach().softmax(dim=-1)
+        for mask, k, e_k in _basis(output):
+            yield p[..., k : k + 1].sqrt() * (p - e_k) * mask
+
+    def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
+        """(diag(p) − ppᵀ) v"""
+        p = to_float64(output).softmax(dim=-1)
+        return p * (V - (p * V).sum(dim=-1, keepdim=True))
+
+    def check(self, output: Tensor) -> None:
+        super().check(output)
+        if output.ndim not in (2, 3) or output.shape[-1] < 2:
+            raise ValueError(
+                f"categorical needs logits of at least two classes in the last dimension of an output of two or three "
+                f"dimensions, not an output of shape {tuple(output.shape)}. For one logit per example use bernoulli; "
+                f"permute and flatten images to (rows, classes), or give your own Likelihood"
+            )
+
+    def check_targets(self, output: Tensor, y: Tensor) -> None:
+        if y.is_floating_point() or y.shape != output.shape[:-1]:
+            raise ValueError(
+                f"categorical targets for an output of shape {tuple(output.shape)} are class indices of shape "
+                f"{tuple(output.shape[:-1])}, not {y.dtype} of shape {tuple(y.shape)}"
+            )
+        classes = y[y != IGNORED]
+        if classes.numel() and (classes.min() < 0 or classes.max() >= output.shape[-1]):
+            raise ValueError(
+                f"class indices must lie in 0 … {output.shape[-1] - 1}; "
+                f"these lie in {int(classes.min())} … {int(classes.max())}"
+            )
+
+    def counted_in(self, gradient: Tensor) -> Tensor | str:
+        """As for every likelihood, after a check that the gradient sums to zero over the last dimension.
+
+        The gradient of a cross-entropy sums to zero over the classes, so its sums show which dimension holds them.
+        """
+        if gradient.ndim == 3 and _sums_to_zero(gradient, 1) and not _sums_to_zero(gradient, 2):
+            return (
+                f"categorical needs classes in the last dimension of an output, but in this one, of shape "
+                f"{tuple(gradient.shape)}, the loss has them in the second. Let the model return output.mT, and give "
+                f"the loss its .mT"
+            )
+        return super().counted_in(gradient)
+
+    def not_ignored(self, y: Tensor) -> Tensor | None:
+        return y != IGNORED
+
+    def targets_behind(self, gradient: Tensor) -> Tensor:
+        """y is where the gradient, ∝ p − e_y, is least. A row of zeros is ignored by the loss, or has p = e_y."""
+        return gradient.argmin(dim=-1).masked_fill((gradient == 0).all(dim=-1), IGNORED)
+
+    loss_from_gradient = staticmethod(loss_of_classes)
+
+
+class _Elementwise(Likelihood):
+    """Elements of the output that are independent given x; targets are shaped like the output."""
+
+    nonnegative = True
+    takes_float64 = True
+
+    @abstractmethod
+    def curvature(self, output: Tensor) -> Tensor:
+        """The Fisher information of each element of the output."""
+
+    def _of_targets(self, nll: Tensor) -> Tensor:
+        """−log p of each target, from that of its elements."""
+        return nll.reshape(self.targets(nll), -1).sum(dim=-1)
+
+    def targets(self, output: Tensor) -> int:
+        return len(output) if output.ndim > 3 else super().targets(output)
+
+    def roots(self, output: Tensor) -> Iterator[Tensor]:
+        """g_k = √f_k e_k, where f_k is the element's own Fisher information."""
+        root = self.curvature(output.detach()).sqrt()
+        rows = root if root.ndim > 1 else root[:, None]
+        for mask, _, e_k in _basis(rows):
+            yield (rows * e_k * mask).view_as(output)
+
+    def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
+        return self.curvature(to_float64(output)) * V
+
+    def check_targets(self, output: Tensor, y: Tensor) -> None:
+        if y.shape != output.shape:
+            raise ValueError(
+                f"{type(self).__name__.lower()} targets must be shaped like the output {tuple(output.shape)}, "
+                f"not {tuple(y.shape)}"
+            )
+
+
+class Bernoulli(_Elementwise):
+    """Independent bits with logits as output; loss: binary cross-entropy summed over a row."""
+
+    scale_in_gradient = True
+
+    def nll(self, output: Tensor, y: Tensor) -> Tensor:
+        return self._of_targets(F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none"))
+
+    def sample(self, output: Tensor) -> Tensor:
+        return torch.bernoulli(output.detach().float().sigmoid())
+
+    def curvature(self, output: Tensor) -> Tensor:
+        p = output.sigmoid()
+        return p * (1 - p)
+
+    def targets_behind(self, gradient: Tensor) -> Tensor:
+        """The gradient, ∝ p − y, is negative where y is one; targets between 0 and 1 must be given, observe(x, y)."""
+        return (gradient < 0).to(gradient.dtype)
+
+    def check_targets(self, output: Tensor, y: Tensor) -> None:
+        super().check_targets(output, y)
+        if y.min() < 0 or y.max() > 1:
+            raise ValueError(f"bernoulli targets must lie in 0 … 1; these lie in {float(y.min())} … {float(y.max())}")
+
+    loss_from_gradient = staticmethod(loss_of_bits)
+
+
+class Gaussian(_Elementwise):
+    """Independent outputs of unit variance; loss: ½‖y − output‖², summed over a row."""
+
+    loss_varies_by = 2.0
+
+    def nll(self, output: Tensor, y: Tensor) -> Tensor:
+        return self._of_targets((output - y) ** 2 / 2)
+
+    def sample(self, output: Tensor) -> Tensor:
+        return output.detach() + torch.randn_like(output)
+
+    def curvature(self, output: Tensor) -> Tensor:
+        return torch.ones_like(output)
+
+    loss_from_gradient = staticmethod(loss_of_numbers)
+
+
+_BY_NAME: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+
+
+def likelihood_of(choice: str | Likelihood) -> Likelihood:
+    """The likelihood of that name; a `Likelihood` is returned as it is."""
+    if isinstance(choice, Likelihood):
+        return choice
+    if isinstance(choice, str) and choice in _BY_NAME:
+        return _BY_NAME[choice]()
+    raise ValueError(f"likelihood must be one of {tuple(_BY_NAME)} or a bprong.Likelihood, not {choice!r}")
+
+
+def _sums_to_zero(gradient: Tensor, dim: int) -> bool:
+    return float(gradient.sum(dim=dim).abs().max()) <= 1e-3 * float(gradient.abs().max())
+
+
+def times_roots(roots: Iterable[Tensor], V: Tensor, targets: int) -> Tensor:
+    """F v = Σ_k g_k (g_kᵀ v) of each target, for every v in V; V: (directions, *output), float64.
+
+    >>> times_roots([torch.tensor([[2.0, 0.0]])], torch.ones(1, 1, 2, dtype=torch.float64), targets=1)
+    tensor([[[4., 0.]]], dtype=torch.float64)
+    """
+    total = torch.zeros_like(V)
+    for root in roots:
+        g = to_float64(root.detach()).reshape(1, targets, -1)
+        total += (g * (g * V.reshape(len(V), targets, -1)).sum(dim=-1, keepdim=True)).view_as(V)
+    return total
+
+
+def _basis(output: Tensor) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """For each target of an example and each coordinate k of it: a mask of that target, k, and the unit vector e_k."""
+    coordinates = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
+    for mask in torch.eye(output[0, ..., 0].numel(), dtype=output.dtype, device=output.device):
+        for k, e_k in enumerate(coordinates):
+            yield mask.view(*output.shape[1:-1], 1), k, e_k

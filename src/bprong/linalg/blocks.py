@@ -1,0 +1,87 @@
+"""How the features of one side of a layer are split for whitening: one block, several blocks, single coordinates.
+
+A layer's weight is, for each of its groups (convolutions may have several), a matrix (out, in) that acts on rows. A
+side is whitened as one block wherever that is affordable. Otherwise it is whitened as a block-diagonal matrix: of
+contiguous blocks as large as memory allows, down to single coordinates; or, for the inputs of a convolution, of one
+block over the channels, which all positions of the kernel share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+MAX_DIM = 4096  # a full side then takes 200 MB: 128 MB of float64 moments and a float32 inverse
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """groups × count blocks of `size` coordinates, each of which stands for `positions` features.
+
+    The features of a group are ordered as (count, size, positions). The side of a plain layer is one block of one
+    group; positions > 1 is a convolution that is whitened over its channels alone.
+    """
+
+    size: int
+    count: int = 1
+    groups: int = 1
+    positions: int = 1
+
+    @cached_property
+    def lead(self) -> int:
+        """The leading dimension of moments and factors; 0 for a single block, whose tensors have none."""
+        return self.groups * self.count if self.groups * self.count > 1 else 0
+
+    @cached_property
+    def features(self) -> int:
+        """The number of features of one group."""
+        return self.count * self.size * self.positions
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the second moment and of its dense inverse."""
+        return (self.lead, self.size, self.size) if self.lead else (self.size, self.size)
+
+    @cached_property
+    def entries(self) -> int:
+        """The number of entries of the second moment."""
+        return self.groups * self.count * self.size**2
+
+    def __str__(self) -> str:
+        """
+        >>> sides = Blocks(784), Blocks(9, groups=32), Blocks(1, 500), Blocks(250, 200), Blocks(64, positions=9)
+        >>> [str(blocks) for blocks in sides]
+        ['784', '32 × 9', '500 diagonal', '200 × 250 blocks', '64 channels']
+        """
+        sizes = f"{self.groups} × {self.size}" if self.groups > 1 else f"{self.size}"
+        if self.positions > 1:
+            return f"{sizes} channels"
+        if self.count > 1:
+            total = self.groups * self.count
+            return f"{total} diagonal" if self.size == 1 else f"{total} × {self.size} blocks"
+        return sizes
+
+
+def blocks_of(
+    features: int, groups: int = 1, positions: int = 1, *, max_dim: int = MAX_DIM, channels: bool = False
+) -> Blocks:
+    """The blocks for a side with this many features in all groups, of which each channel has `positions`.
+
+    The first of these that takes no more memory than one block of `max_dim`: one block for each group; for a
+    convolution, its channels (at once if `channels`); the largest blocks that divide the features.
+
+    >>> [str(blocks_of(d, max_dim=100)) for d in (100, 120, 500, 20_000)]
+    ['100', '2 × 60 blocks', '25 × 20 blocks', '20000 diagonal']
+    """
+    each = features // groups
+    if each <= _largest(features, max_dim) and not (channels and positions > 1):
+        return Blocks(each, 1, groups)
+    each //= positions
+    largest = min(_largest(each * groups, max_dim), each)
+    size = next(b for b in range(largest, 0, -1) if each % b == 0)
+    return Blocks(size, each // size, groups, positions)
+
+
+def _largest(features: int, max_dim: int) -> int:
+    """The largest block size with which all features together take no more memory than one block of `max_dim`."""
+    return min(max_dim, max(1, max_dim**2 // features))

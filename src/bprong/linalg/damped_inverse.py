@@ -1,0 +1,276 @@
+"""Moments → the exact inverse of a damped second moment, (Ž+ε)⁻¹, and its roots U, U (Ž+ε) Uᵀ = I.
+
+Fujimoto & Ohira, eqs. for U and R:  U = (Λ+εI)^(-1/2) Pᵀ  from  Ž = P Λ Pᵀ.  Any U with UᵀU = (Ž+εI)⁻¹ whitens as
+well, and under SGD follows the same path; the Cholesky factor is several times cheaper. The paper's network needs a
+root; a step in ordinary coordinates needs UᵀU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bprong.errors import LinAlgError, WhiteningError
+from bprong.linalg.moments import finite, outer
+
+RelativeTo = Literal["one", "mean", "variance"]
+RootSolver = Literal["eigh", "cholesky", "symmetric"]
+
+
+@dataclass(frozen=True)
+class Damping:
+    """What is added to the diagonal of a second moment before it is inverted.
+
+    relative_to="one"       ε                  the paper's ε
+    relative_to="mean"      ε · tr(Ž)/d        independent of the common scale of the features
+    relative_to="variance"  ε · diag(Ž)        independent of the scale of each feature, so that the step is exactly
+                                               invariant to a rescaling of features
+
+    A coordinate (or a whole side) that never varies is damped as if its variance were one; its gradient is zero.
+
+    >>> Damping(0.1, relative_to="variance").amounts(torch.tensor([4.0, 0.0]))
+    tensor([0.4000, 0.1000])
+    """
+
+    value: float
+    relative_to: RelativeTo = "one"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.value, (int, float)) and 0 <= self.value < float("inf")):
+            raise ValueError(f"damping must be a finite number of at least 0, not {self.value}")
+        if self.relative_to not in get_args(RelativeTo):
+            raise ValueError(f"damping can be relative to {get_args(RelativeTo)}, not to {self.relative_to!r}")
+
+    @classmethod
+    def of(cls, value: float | Damping) -> Damping:
+        """A plain number is the paper's ε."""
+        return value if isinstance(value, Damping) else cls(value)
+
+    def amounts(self, variances: Tensor) -> Tensor:
+        """What is added to each entry of the diagonal, from the diagonal itself: (d,), or (n, d) for n blocks."""
+        return self.value * self.units(variances)
+
+    def units(self, variances: Tensor) -> Tensor:
+        """The unit in which ε counts, for each coordinate."""
+        ones = torch.ones_like(variances)
+        if self.relative_to == "one":
+            return ones
+        if self.relative_to == "mean":
+            variances = variances.mean().expand_as(variances)
+        return torch.where(variances > 0, variances, ones)
+
+
+def inverse(
+    second: Tensor,
+    damping: float | Damping = 0.0,
+    dtype: torch.dtype = torch.float64,
+    units: Tensor | None = None,
+    weight: float = 1.0,
+) -> Tensor:
+    """(Ž + ε)⁻¹ = UᵀU by Cholesky, without forming U.
+
+    dtype:  the precision of the result; for float32 it is computed in float32 where that is safe, else in float64
+    units:  the units of the damping, for the moments of several sides at once, each with units of its own
+    weight: what `second` must still be divided by
+
+    >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
+    [0.25, 1.0]
+    """
+    check_square(second)
+    second = second.to(torch.float64)
+    damping = Damping.of(damping)
+    if units is None:
+        units = damping.units(second.diagonal(dim1=-2, dim2=-1) / weight)
+    # Only a damping that differs between coordinates requires a rescaling, and Cholesky reads one triangle, so the
+    # moment is not symmetrised: each would go through as much memory as the factorisation itself.
+    rescaled = damping.relative_to == "variance"
+    root = units.sqrt() if rescaled else torch.ones_like(units[..., :1])
+    scaled = second / outer(root, root) if rescaled else second
+    epsilon = damping.value * units / root.square()
+    single = dtype == torch.float32 and _safe_in_single(scaled, epsilon * weight)
+    damped = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=torch.float32 if single else torch.float64))
+    damped.diagonal(dim1=-2, dim2=-1).add_(epsilon)
+    with failures_named():
+        L = cholesky_factor(damped)
+        # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
+        found = None if L is None else torch.cholesky_inverse(L).mT
+        if found is None or not finite(found):  # a moment that is not finite ends here as well
+            U = eigh_root(symmetrised(scaled) / weight, epsilon)[0]
+            found = U.mT @ U
+            check_finite(found)
+    return found.div_(outer(root, root).to(found)) if rescaled else found
+
+
+def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
+    """Whether the condition number leaves an inverse in float32 three digits: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
+    least = float(epsilon.min())
+    flat = scaled.reshape(-1)
+    largest = float(torch.dot(flat, flat)) ** 0.5  # the Frobenius norm of all blocks bounds every eigenvalue
+    return least > 0 and (largest / least + 1) * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3
+
+
+def inverses_of_equals(seconds: list[Tensor], dampings: list[Damping], dtype: torch.dtype) -> list[Tensor]:
+    """The inverses of several moments of one small shape by one factorisation; none if that fails."""
+    units = [d.amounts(second.diagonal()) for d, second in zip(dampings, seconds, strict=True)]
+    try:
+        return list(inverse(torch.stack(seconds), 1.0, dtype, torch.stack(units)))
+    except WhiteningError:  # factored one by one, each reports for itself what is wrong
+        return []
+
+
+@dataclass(frozen=True)
+class Root:
+    """A root of an inverse: matrix @ (second + diag(damping)) @ matrix.T = I.
+
+    matrix:   (d, d) U or R
+    inverse:  (d, d) U⁻¹ or R⁻¹
+    damping:  (d,) what was added to the diagonal
+    second:   (d, d) the moment that was whitened
+    scaled:   (d, d) the same in units of the damping, which is what was factored
+
+    For a side in n blocks each has a leading dimension n.
+    """
+
+    matrix: Tensor
+    inverse: Tensor
+    damping: Tensor
+    second: Tensor = field(repr=False)
+    scaled: Tensor = field(repr=False)
+    _spectrum: Tensor | None = field(default=None, repr=False)
+
+    @cached_property
+    def rank(self) -> int:
+        """How many directions the statistics span, without the damping, at float64's precision."""
+        # Cholesky yields no eigenvalues, so they are computed on request.
+        return _rank(torch.linalg.eigvalsh(self.scaled) if self._spectrum is None else self._spectrum)
+
+
+def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver = "eigh") -> Root:
+    """The root of the damped inverse of a second moment (d, d), or of n moments at once (n, d, d), float64.
+
+    Raises WhiteningError if the moment is not finite, or is singular and not damped.
+
+    >>> U = root_of(torch.diag(torch.tensor([4.0, 0.0], dtype=torch.float64)), damping=1.0)
+    >>> (U.matrix @ (U.second + torch.diag(U.damping)) @ U.matrix.T).round(decimals=12).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    >>> U.rank
+    1
+    """
+    if solver not in _SOLVERS:
+        raise ValueError(f"solver must be one of {tuple(_SOLVERS)}, not {solver!r}")
+    second = symmetrised(second)
+    damping = Damping.of(damping)
+    units = damping.units(second.diagonal(dim1=-2, dim2=-1))
+    # In these units the damping is a multiple of I. For damping relative to variances the scaled moment is the
+    # correlation matrix, which stays well conditioned when features differ by many orders of magnitude.
+    unit = units.sqrt()
+    with failures_named():
+        scaled = second / outer(unit, unit)
+        matrix, inverse, spectrum = _SOLVERS[solver](scaled, damping.value)
+    check_finite(matrix, inverse)
+    return Root(
+        matrix / unit.unsqueeze(-2), inverse * unit.unsqueeze(-1), damping.value * units, second, scaled, spectrum
+    )
+
+
+@contextmanager
+def failures_named() -> Iterator[None]:
+    """Turns an error of LAPACK into a WhiteningError."""
+    try:
+        yield
+    except LinAlgError as reason:
+        raise WhiteningError(f"the factorisation failed: {reason}") from reason
+
+
+def check_finite(*found: Tensor) -> None:
+    if not all(map(finite, found)):
+        raise WhiteningError("the factorisation is not finite although the statistics are; try a larger damping")
+
+
+Decomposition = tuple[Tensor, Tensor, Tensor | None]  # U, U⁻¹, and the eigenvalues where they are known
+
+
+def eigh_root(second: Tensor, epsilon: float | Tensor) -> Decomposition:
+    """The paper's root: U = (Λ+ε)^(-1/2) Pᵀ, U⁻¹ = P (Λ+ε)^(1/2)."""
+    eigenvalues, P = torch.linalg.eigh(second)
+    root = _damped(eigenvalues, epsilon).sqrt()
+    P = P * _signs(P)
+    return P.mT / root.unsqueeze(-1), P * root.unsqueeze(-2), eigenvalues
+
+
+def _symmetric_root(second: Tensor, epsilon: float) -> Decomposition:
+    """The symmetric root: U = P (Λ+ε)^(-1/2) Pᵀ, the whitening closest to the identity."""
+    eigenvalues, P = torch.linalg.eigh(second)
+    root = _damped(eigenvalues, epsilon).sqrt()
+    return (P / root.unsqueeze(-2)) @ P.mT, (P * root.unsqueeze(-2)) @ P.mT, eigenvalues
+
+
+def _cholesky_root(second: Tensor, epsilon: float) -> Decomposition:
+    """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's root if rounding made the matrix indefinite."""
+    identity = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
+    L = cholesky_factor(second + epsilon * identity)
+    if L is None:
+        return eigh_root(second, epsilon)
+    return torch.linalg.solve_triangular(L, identity, upper=False), L, None
+
+
+_SOLVERS: dict[str, Callable[[Tensor, float], Decomposition]] = {
+    "eigh": eigh_root,
+    "cholesky": _cholesky_root,
+    "symmetric": _symmetric_root,
+}
+
+
+def cholesky_factor(damped: Tensor) -> Tensor | None:
+    """L with Ž+ε = LLᵀ, or None if the matrix is not positive definite at its precision."""
+    L, failed = torch.linalg.cholesky_ex(damped)
+    # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is tested too.
+    pivots = L.diagonal(dim1=-2, dim2=-1) ** 2
+    return None if failed.any() or (pivots.amin(dim=-1) <= _rounding(pivots)).any() else L
+
+
+def check_square(second: Tensor) -> None:
+    if second.ndim not in (2, 3) or second.shape[-2] != second.shape[-1] or second.numel() == 0:
+        raise ValueError(f"a second moment is a square matrix, not a tensor of {tuple(second.shape)}")
+
+
+def symmetrised(second: Tensor) -> Tensor:
+    """(Ž + Žᵀ) / 2 in float64; raises WhiteningError if it is not finite."""
+    check_square(second)
+    # LAPACK's eigh returns numbers for NaN input without an error, so finiteness is tested here.
+    if not finite(second):
+        raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")
+    second = second.to(torch.float64)
+    return (second + second.mT) / 2
+
+
+def _damped(eigenvalues: Tensor, epsilon: float | Tensor) -> Tensor:
+    """Λ + ε; the negative eigenvalues that rounding leaves in a rank-deficient moment count as zero."""
+    damped = eigenvalues.clamp(min=0) + epsilon
+    if (damped.amin(dim=-1) <= _rounding(damped)).any():
+        raise WhiteningError(
+            f"the statistics span {_rank(eigenvalues)} of {eigenvalues.numel()} directions and the damping "
+            f"({float(torch.as_tensor(epsilon).min()):g}) is too small to fill the others; give a larger damping"
+        )
+    return damped
+
+
+def _rank(eigenvalues: Tensor) -> int:
+    return int((eigenvalues > _rounding(eigenvalues).unsqueeze(-1)).sum())
+
+
+def _rounding(eigenvalues: Tensor) -> Tensor:
+    """What cannot be distinguished from zero beside a block's largest eigenvalue, as in numpy's matrix_rank."""
+    return eigenvalues.amax(dim=-1).clamp(min=0) * eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps
+
+
+def _signs(P: Tensor) -> Tensor:
+    """±1 for each column, so that its largest entry is positive and equal statistics give an equal U."""
+    largest = P.gather(-2, P.abs().argmax(dim=-2, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(P)

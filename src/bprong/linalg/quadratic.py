@@ -1,0 +1,50 @@
+"""The quadratic model of the loss along a few directions, and its minimum.
+
+    M(c) = ½ cᵀ A c + bᵀ c      d = Σ cᵢ dᵢ,  Aᵢⱼ = dᵢᵀ (F + λ) dⱼ,  bᵢ = ∇Lᵀ dᵢ
+
+Martens & Grosse (2015, section 6) choose the step along the preconditioned gradient and the last update by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[np.float64]
+
+
+def minimiser(A: Tensor, b: Tensor, most: Sequence[float]) -> Tensor:
+    """The c with the least ½cᵀAc + bᵀc among 0 ≤ c ≤ most; A (k, k) is positive semidefinite, k small.
+
+    >>> A, b = torch.eye(2, dtype=torch.float64), torch.tensor([-1.0, -3.0], dtype=torch.float64)
+    >>> minimiser(A, b, [math.inf, 0.95]).round(decimals=4).tolist()
+    [1.0, 0.95]
+    """
+    scale = A.diagonal().clamp(min=1e-300).rsqrt()
+    # Scaled so that the diagonal is one. What is added is below the accuracy of A, and lets directions that are nearly
+    # parallel share a step instead of cancelling each other.
+    # In numpy, whose calls take a tenth of torch's time here.
+    H = (A * scale[:, None] * scale + 1e-6 * torch.eye(len(b), dtype=A.dtype, device="cpu")).numpy()
+    h = (b * scale).numpy()
+    bounds = (torch.tensor(most, dtype=A.dtype, device="cpu") / scale).tolist()
+    found = min(_candidates(H, h, bounds), key=lambda c: float(c @ H @ c / 2 + h @ c))
+    return torch.from_numpy(found) * scale + 0.0  # +0.0 turns −0 into 0
+
+
+def _candidates(A: Array, b: Array, most: Sequence[float]) -> Iterator[Array]:
+    """For each way to fix some coordinates at 0 or at their most, the minimum over the others if it is allowed."""
+    for fixed in product(*((None, 0.0) if math.isinf(m) else (None, 0.0, m) for m in most)):
+        c = np.array([value or 0.0 for value in fixed])
+        free = [i for i, value in enumerate(fixed) if value is None]
+        if free:
+            c[free] = -np.linalg.solve(A[free][:, free], (b + A @ c)[free])
+        if all(0 <= x <= m for x, m in zip(c, most, strict=True)):
+            yield c
+            if len(free) == len(b):  # nothing is fixed: the global minimum
+                return

@@ -1,0 +1,100 @@
+"""`whiten_` turns a stock model into the paper's network and `fold` turns it back; neither changes the function."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from bprong.checks import integer, is_wrapper
+from bprong.linalg.blocks import MAX_DIM
+from bprong.network.layers import Stock, WhitenedConv2d, WhitenedLayer, WhitenedLinear
+
+M = TypeVar("M", bound=nn.Module)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WHITENED: dict[type[nn.Module], type[WhitenedLayer]] = {nn.Linear: WhitenedLinear, nn.Conv2d: WhitenedConv2d}
+
+
+def whiten_(
+    model: M,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    backward: bool = True,
+    max_dim: int = MAX_DIM,
+    channels: bool = False,
+) -> M:
+    """Replaces every `nn.Linear` and `nn.Conv2d` of a model by a whitened layer with the same function; returns it.
+
+    filter_fn   filter_fn(module, name) says whether to replace a layer; by default all are replaced
+    backward    False: forward-only layers (PRONG)
+    max_dim     a side with more features is whitened in blocks; a convolution's inputs over its channels, which all
+                positions of the kernel share
+    channels    True: every convolution's inputs are whitened over its channels
+
+    Build the optimizer afterwards, since the layers have new parameters. Subclasses are not replaced, because what they
+    compute and who reads their weight is not known.
+
+    >>> model = whiten_(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> [type(m).__name__ for m in model]
+    ['WhitenedLinear', 'ReLU', 'WhitenedLinear']
+    """
+    integer("max_dim", max_dim, 1)
+    stock: dict[str, Stock] = {name: m for name, m in model.named_modules() if type(m) in _WHITENED}
+    chosen = {name: module for name, module in stock.items() if filter_fn is None or filter_fn(module, name)}
+    if not chosen:
+        raise ValueError(
+            f"nothing to whiten: none of the {len(stock)} nn.Linear and nn.Conv2d layers in {type(model).__name__} was "
+            f"chosen"
+        )
+    _refuse_unfit(model, chosen)  # check everything before changing anything
+    for name, module in chosen.items():
+        model.set_submodule(
+            name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim, channels=channels)
+        )
+    return model
+
+
+def fold(model: M) -> M:
+    """A copy of `model` in which a stock layer with the same function takes the place of every whitened one.
+
+    It has the classes and `state_dict` keys that the model had before `whiten_`.
+
+    >>> fold(whiten_(nn.Sequential(nn.Linear(4, 3)))).state_dict().keys()
+    odict_keys(['0.weight', '0.bias'])
+    """
+    # deepcopy takes the entries of its memo for copies already made
+    return copy.deepcopy(model, {id(layer): layer.to_stock() for layer in whitened_layers(model).values()})
+
+
+def whitened_layers(model: nn.Module) -> dict[str, WhitenedLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, WhitenedLayer)}
+
+
+def _refuse_unfit(model: nn.Module, chosen: Mapping[str, Stock]) -> None:
+    """Raises ValueError if a layer cannot be replaced without changing what the model computes or learns."""
+    for name, wrapper in model.named_modules():
+        if is_wrapper(wrapper):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in {type(wrapper).__name__}, which already holds the parameters "
+                f"that whiten_ would replace; give the inner model"
+            )
+    owners = defaultdict(list)  # every name under which each parameter is reached
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[parameter].append(name)
+    for name, module in chosen.items():
+        if not name:
+            raise ValueError(f"a bare nn.{type(module).__name__} cannot be replaced in place; wrap it in nn.Sequential")
+        own = dict(module.named_parameters())
+        reasons = {
+            "its weight is complex, and only real layers can be whitened": module.weight.is_complex(),
+            "its weight is computed from other parameters (like weight norm)": not own.keys() <= {"weight", "bias"},
+            "it has hooks, which a new layer would lose": any(getattr(module, hooks) for hooks in _HOOKS),
+        } | {
+            f"its {key} is shared (tied) by {', '.join(owners[p])}; only one layer can whiten it": len(owners[p]) > 1
+            for key, p in own.items()
+        }
+        if found := "; ".join(reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"{name}: {found}. Leave it out by filter_fn")

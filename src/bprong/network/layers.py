@@ -1,0 +1,343 @@
+"""The layers of the paper's network, which hold U, c, W†, b† and R explicitly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bprong.capture.convolution import Geometry, geometry_of
+from bprong.linalg.blocks import MAX_DIM, Blocks, blocks_of
+from bprong.linalg.moments import float64_copy, to_float64
+from bprong.network.coordinates import (
+    BackwardChange,
+    Change,
+    ForwardChange,
+    Multiplier,
+    Pair,
+    Quotient,
+    keeping_outputs,
+    on_inputs,
+    on_outputs,
+    times_mean,
+)
+from bprong.whitening.side import Side
+
+L = TypeVar("L", bound="WhitenedLayer")
+Stock = nn.Linear | nn.Conv2d
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class WhitenedLayer(nn.Module):
+    """a = Rᵀ (W† U (z − c) + b†): the parameters are W† (shaped like the stock layer's weight) and b†.
+
+    U, c and R are buffers. If a side is whitened in several blocks (`forward_blocks`, `backward_blocks`), its buffers
+    have a leading dimension for them. R is None in a forward-only layer (PRONG).
+
+    z are the rows that the weight multiplies; for a convolution (`geometry`) these are the patches of its padded input.
+
+    A subclass names the class of its stock layer and the constructor arguments that the two have in common.
+    """
+
+    stock: ClassVar[type[nn.Module]]
+    options: ClassVar[tuple[str, ...]]
+    U: Tensor
+    c: Tensor
+    R: Tensor | None
+    bias_dagger: Tensor | None
+    buffers_are_constant = True  # a forward pass never writes to them
+
+    @classmethod
+    def from_stock(
+        cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM, channels: bool = False
+    ) -> L:
+        """A whitened layer that computes the same function as `stock`, with copies of its parameters."""
+        layer = cls.__new__(cls)
+        WhitenedLayer.__init__(layer, stock, backward, max_dim, channels)
+        return layer.train(stock.training)
+
+    def __init__(self, stock: Stock, backward: bool, max_dim: int, channels: bool = False) -> None:
+        super().__init__()
+        for option in self.options:
+            setattr(self, option, getattr(stock, option))
+        self.geometry = geometry_of(stock) if isinstance(stock, nn.Conv2d) else None
+        W = stock.weight
+        groups = getattr(stock, "groups", 1)
+        self.forward_blocks = blocks_of(
+            groups * W[0].numel(), groups, W.shape[2:].numel(), max_dim=max_dim, channels=channels
+        )
+        self.backward_blocks = blocks_of(len(W), groups, max_dim=max_dim)
+        self.weight_dagger = copy.deepcopy(W)
+        self.bias_dagger = copy.deepcopy(stock.bias)
+        self.register_buffer("U", _identity(W, self.forward_blocks))
+        self.register_buffer("c", W.new_zeros(self.forward_blocks.shape[:-1]))
+        self.register_buffer("R", _identity(W, self.backward_blocks) if backward else None)
+
+    def to_stock(self) -> nn.Module:
+        """The stock layer that computes the same function."""
+        with torch.no_grad():
+            W, b = self._ordinary(to_float64)
+        stock = self.stock(
+            **{option: getattr(self, option) for option in self.options},
+            bias=b is not None, device="meta", dtype=W.dtype,
+        )  # fmt: skip
+        stock.weight = nn.Parameter(W, self.weight_dagger.requires_grad)
+        if b is not None and self.bias_dagger is not None:
+            stock.bias = nn.Parameter(b, self.bias_dagger.requires_grad)
+        return stock.train(self.training)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            [
+                *(f"{option}={getattr(self, option)!r}" for option in self.options),
+                f"bias={self.bias_dagger is not None}",
+                f"backward={self.R is not None}",
+            ]
+        )
+
+    def padded(self, z: Tensor) -> Tensor:
+        """The layer's input after any padding other than the zeros described by `geometry`."""
+        return z
+
+    @property
+    def weight(self) -> Tensor:
+        """W = Rᵀ W† U, computed from the parameters and differentiable by them. It cannot be assigned."""
+        return self._ordinary(to_float64)[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """b = Rᵀ b† − W c, computed like `weight`; None if the layer has no bias."""
+        return self._ordinary(to_float64)[1]
+
+    @property
+    def centred(self) -> bool:
+        """Whether c may differ from 0: only if there is a bias and it is trained."""
+        return self.bias_dagger is not None and self.bias_dagger.requires_grad
+
+    def _ordinary(self, cast_to: Callable[[Tensor], Tensor]) -> Pair:
+        """W and b, stored like the parameters and computed in the precision that `cast_to` converts these to."""
+        stored = self.weight_dagger
+        W = on_inputs(cast_to(self.U).mT.matmul, cast_to(stored), self.forward_blocks)
+        b = None if self.bias_dagger is None else cast_to(self.bias_dagger)
+        if self.R is not None:
+            W, b = on_outputs(cast_to(self.R).mT.matmul, W, b, self.R.shape[:-1])
+        if b is not None:
+            b = (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(stored)
+        layout = torch.channels_last if stored.ndim == 4 and not stored.is_contiguous() else torch.contiguous_format
+        return W.to(stored).contiguous(memory_format=layout), b
+
+    def rewhiten_(
+        self, side: Side, matrix: Tensor, mean: Tensor | None, probe: Tensor, T: Multiplier | None = None
+    ) -> Change:
+        """Takes a new U and centre, or a new R, and returns the change made.
+
+        Raises WhiteningError, with nothing changed, if the layer's outputs on `probe` would not stay the same. The
+        mean None stands for 0. T: the change's multiplier, if it is known; otherwise it takes solves of size d.
+        """
+        with keeping_outputs(self, probe):
+            if side.of_inputs:
+                return self.rewhiten_forward_(matrix, torch.zeros_like(self.c) if mean is None else mean, T)
+            return self.rewhiten_backward_(matrix, T)
+
+    def rewhiten_forward_(self, U: Tensor, c: Tensor, T: Multiplier | None = None) -> Change:
+        """Takes new U and c and moves W†, b† so that the function stays the same; returns the change made.
+
+        Raises LinAlgError, with nothing changed, if U is singular.
+        """
+        _check_shape("U", U, self.U)
+        _check_shape("c", c, self.c)
+        if not self.centred and bool(c.any()):
+            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
+        s = (float64_copy(self.U) @ (float64_copy(c.to(self.c)) - float64_copy(self.c)).unsqueeze(-1)).squeeze(-1)
+        return self._change_(ForwardChange(T or Quotient.of(self.U, U), s, self.forward_blocks), U=U, c=c)
+
+    def rewhiten_backward_(self, R: Tensor, T: Multiplier | None = None) -> Change:
+        """Takes a new R and moves W†, b† so that the function stays the same; returns the change made."""
+        if self.R is None:
+            raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
+        _check_shape("R", R, self.R)
+        return self._change_(BackwardChange(T or Quotient.of(self.R, R), self.R.shape[:-1]), R=R)
+
+    @torch.no_grad()
+    def _change_(self, change: Change, **coordinates: Tensor) -> Change:
+        """Moves W† and b† by a change of coordinates and stores the new U, c or R that belong to it."""
+        b = self.bias_dagger
+        W_new, b_new = change.velocity(float64_copy(self.weight_dagger), None if b is None else float64_copy(b))
+        for name, value in {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}.items():
+            if value is not None:
+                getattr(self, name).copy_(value)
+        torch.clear_autocast_cache()  # autocast may hold a low-precision copy of the old weight
+        return change
+
+    def _load_from_state_dict(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        *rest: Any,
+    ) -> None:
+        """Also loads stock layers and layers whitened in other directions, always as the function that was saved."""
+        saved = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        W = saved.get("weight")
+        if W is not None and W.shape == self.weight_dagger.shape:
+            if "bias" not in saved and self.bias_dagger is not None:
+                saved["bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
+                missing.append(f"{prefix}bias")
+            saved = {
+                **{f"{key}_dagger" if key in ("weight", "bias") else key: value for key, value in saved.items()},
+                "U": _identity(W, self.forward_blocks),
+                "c": W.new_zeros(self.c.shape),
+            }
+        if "weight_dagger" in saved and "R" in saved and self.R is None:  # saved with R, loaded without
+            R = saved.pop("R")
+            both = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), R.shape[:-1])
+            saved |= {k: v for k, v in zip(("weight_dagger", "bias_dagger"), both, strict=True) if v is not None}
+        elif "weight_dagger" in saved and self.R is not None:  # saved without R, loaded with
+            saved.setdefault("R", _identity(saved["weight_dagger"], self.backward_blocks))
+        state_dict.update({prefix + key: value for key, value in saved.items()})
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+
+
+def _check_shape(name: str, given: Tensor, held: Tensor) -> None:
+    if given.shape != held.shape:  # a missing leading dimension would broadcast
+        raise ValueError(f"{name} of this layer must have shape {tuple(held.shape)}, not {tuple(given.shape)}")
+
+
+def _identity(like: Tensor, blocks: Blocks) -> Tensor:
+    """The identity matrix for every block."""
+    return torch.eye(blocks.size, dtype=like.dtype, device=like.device).repeat(*blocks.shape[:-2], 1, 1)
+
+
+class WhitenedLinear(WhitenedLayer):
+    """a = Rᵀ (W† U (z − c) + b†), the layer of a bidirectionally whitened network (Fujimoto & Ohira, section 3.2).
+
+    Parameters `weight_dagger` (out, in) and `bias_dagger` (out,); buffers `U` (in, in), `c` (in,) and `R` (out, out),
+    which is None in a forward-only layer (PRONG). As in Algorithm 2, it starts with U = R = I and c = 0. It computes
+    the same function as `nn.Linear` with its `weight` and `bias`, which can be read in ordinary coordinates.
+
+    A side of more than `max_dim` features is whitened in n blocks of d features: U (n, d, d), c (n, d), R (n, d, d).
+
+    Without a trainable bias nothing is centred: c stays 0, since otherwise training W† would grow a bias.
+
+    A stock checkpoint (`weight`, `bias`) can be loaded; the coordinates are then reset to U = I and c = 0.
+
+    >>> layer = WhitenedLinear(3, 2)
+    >>> z = torch.randn(5, 3)
+    >>> torch.allclose(layer(z), layer.to_stock()(z), atol=1e-6)
+    True
+    """
+
+    stock = nn.Linear
+    options = ("in_features", "out_features")
+    in_features: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        backward: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        max_dim: int = MAX_DIM,
+    ) -> None:
+        super().__init__(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), backward, max_dim)
+
+    def forward(self, input: Tensor) -> Tensor:  # the name in nn.Linear, which some callers pass as a keyword
+        if input.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"a WhitenedLinear of {self.in_features} inputs was given a tensor of shape {tuple(input.shape)}; "
+                f"its last dimension must be {self.in_features}"
+            )
+        z_dagger = _times_rows(self.U, input - self.c.flatten(), self.forward_blocks)
+        a_dagger = F.linear(z_dagger, self.weight_dagger, self.bias_dagger)
+        return a_dagger if self.R is None else _times_rows(self.R.mT, a_dagger, self.backward_blocks)
+
+
+def _times_rows(matrix: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+    """The product of a matrix, block-diagonal if it has a leading dimension, and every row of (…, d)."""
+    if not blocks.lead:
+        return F.linear(rows, matrix)
+    if blocks.size == 1:
+        return rows * matrix.flatten()
+    split = rows.reshape(-1, blocks.lead, blocks.size).transpose(0, 1)
+    return (split @ matrix.mT).transpose(0, 1).reshape(rows.shape)
+
+
+class WhitenedConv2d(WhitenedLayer):
+    """a = Rᵀ (W† U (z − c) + b†) at every output position: a convolution in whitened coordinates.
+
+    z is the patch of the padded input under the kernel, with d = channels of a group · positions of the kernel
+    features. Parameters `weight_dagger`, shaped like the stock weight, and `bias_dagger`; buffers `U` (G, d, d), `c`
+    (G, d) and `R` (G, out/G, out/G) for G groups, without the leading dimension if there is one group. With
+    channels=True, or if d is more than `max_dim`, all positions of the kernel share a U and a c over the channels.
+    Everything else is as in `WhitenedLinear`.
+
+    >>> layer = WhitenedConv2d(4, 6, 3, padding=1, groups=2)
+    >>> layer.U.shape, layer.R.shape
+    (torch.Size([2, 18, 18]), torch.Size([2, 3, 3]))
+    """
+
+    stock = nn.Conv2d
+    options = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+    )  # fmt: skip
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: PaddingMode
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        backward: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        max_dim: int = MAX_DIM,
+        channels: bool = False,
+    ) -> None:
+        super().__init__(
+            nn.Conv2d(
+                in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
+                dtype,
+            ),
+            backward, max_dim, channels,
+        )  # fmt: skip
+
+    def padded(self, z: Tensor) -> Tensor:
+        if self.padding_mode == "zeros":
+            return z
+        geometry = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation)
+        return F.pad(z, [p for both in reversed(geometry.padding) for p in both], mode=self.padding_mode)
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Whitening the weight instead of every patch is the same function with the same gradients, and far cheaper. It
+        # also pads correctly: zeros put around z − c would be c put around z. Without autocast the weight is the one
+        # that a stock layer would have, and the convolution then rounds it likewise.
+        precision = torch.promote_types(self.weight_dagger.dtype, torch.float32)
+        device = input.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+            W, b = self._ordinary(lambda tensor: tensor.to(precision))
+        return F.conv2d(
+            self.padded(input), W, b, self.stride, self.padding if self.padding_mode == "zeros" else 0, self.dilation,
+            self.groups,
+        )  # fmt: skip

@@ -1,0 +1,243 @@
+"""Algorithms 1 and 2 for the paper's network: re-whitens its layers on a schedule and moves the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bprong.capture.backprop import Fisher
+from bprong.capture.measure import LayerMoments, record
+from bprong.capture.weights import weight_matrix_of
+from bprong.checks import integer, number, one_of, pair, refuse_distributed
+from bprong.likelihood.families import Likelihood, likelihood_of, nontrivial
+from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
+from bprong.linalg.moments import Moments
+from bprong.network.continuous import ContinuousWhitening
+from bprong.network.convert import whitened_layers
+from bprong.network.layers import WhitenedLayer
+from bprong.network.state_transport import Transports, carry_, check_state, transports_for
+from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.refresh import refresh, update
+from bprong.whitening.schedule import Schedule, Settings
+from bprong.whitening.side import Side, SideName
+
+RefreshMode = Literal["periodic", "continuous"]
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """One side of one layer that was re-whitened, with its new U or R (`root.rank` is the rank of its statistics)."""
+
+    layer: str
+    side: SideName
+    root: Root
+
+
+class Rewhitening:
+    """Re-whitens the layers of a `whiten_`ed model on a schedule and moves the optimizer's state along.
+
+    Call `step(x)` once per iteration, before the loss is computed; nothing happens unless a refresh is due. A refresh
+    changes coordinates, never the function.
+
+    model, optimizer   the whitened model and a torch optimizer of its parameters (SGD with or without momentum, Adam,
+                       AdamW, NAdam, RAdam, RMSprop, Adagrad; for others see `carry`)
+    likelihood         "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`; one target is one row of
+                       the output's last dimension
+    fisher             the targets behind D: "sampled" from the model (default), "exact" (no sampling, but one backward
+                       pass for each output of a target), or "empirical" (those of the data; then call `step(x, y)`)
+    refresh            "periodic", as in the paper: an exact factorisation whenever one is due; "continuous": a relative
+                       step from the batch (see `bprong.network.continuous`), with an exact factorisation, an anchor,
+                       only at the start and when a side has drifted from white; `step` returns the anchors
+    rate               μ of continuous whitening, 0.05 by default: each step keeps 1 − μ of the statistics before it
+    forward_every, forward_offset, backward_every, backward_offset
+                       the paper's τ₁, c₁, τ₂, c₂; by default R is refreshed half a period after t = 0; the default
+                       period is 100, or 5 with refresh="continuous"
+    forward_damping, backward_damping
+                       ε of Ž and of D, or a `bprong.Damping`; by default 0.1 and 0.03
+    solver             "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
+                       as Adam can tell them apart
+    samples            a held-out sample of the training set, x or (x, y), to measure instead of the batch for exact
+                       factorisations (relative steps use the batch)
+    average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
+    record_every       with `average`: also measure, without a refresh, every so many steps
+    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
+    seed               of the targets that are drawn; by default torch's initial seed
+
+    A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, likelihood: str | Likelihood = "categorical", *,
+        fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,
+        forward_every: int | None = None, forward_offset: int = 0,
+        backward_every: int | None = None, backward_offset: int | None = None,
+        forward_damping: float | Damping = 0.1, backward_damping: float | Damping | None = None,
+        solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0, record_every: int | None = None,
+        carry: Transports | None = None, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        refuse_distributed(model)
+        self.model = model
+        self.optimizer = optimizer
+        self._modules = whitened_layers(model)
+        _check_parameters(self._modules, optimizer)
+        _check_backward(self._modules, fisher=fisher, backward_every=backward_every, backward_offset=backward_offset,
+                        backward_damping=backward_damping)  # fmt: skip
+        self._likelihood = likelihood_of(likelihood)
+        self._samples = pair(samples)
+        self._transports = transports_for(optimizer, carry)
+        self._carry = partial(carry_, optimizer, self._transports)
+        self._damping = {
+            "forward": Damping.of(forward_damping),
+            "backward": Damping.of(0.03 if backward_damping is None else backward_damping),
+        }
+        one_of("solver", solver, get_args(RootSolver))
+        self._layers = Layers(
+            Layer(weight_matrix_of(name, module), solver, backward=module.R is not None)
+            for name, module in self._modules.items()
+        )
+        mu = _mu_of(refresh, rate, average)
+        self._continuous = None if mu is None else ContinuousWhitening(self._layers, mu, self._carry)
+        usual = 100 if mu is None else 5
+        self._schedule = Schedule(Settings.checked(
+            forward=(usual if forward_every is None else forward_every, forward_offset),
+            backward=(usual if backward_every is None else backward_every, backward_offset),
+            fisher="sampled" if fisher is None else fisher, average=average, record_every=record_every,
+            seed=None if seed is None else integer("seed", seed, 0),
+        ), self._layers)  # fmt: skip
+
+    def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
+        """Does what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).
+
+        An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
+        """
+        refreshed: list[Refresh] = []
+        if self._schedule.wanted:
+            check_state(self.optimizer, self._transports, self._modules)
+            trained = [layer for layer in self._layers.values() if any(p.requires_grad for p in layer.parameters)]
+            names = self._schedule.due
+            due = {side: layer for layer in trained for side in layer.sides if side.name in names}
+            moved = self._move(trained, due, x, y)
+            if self._continuous is None or len(moved) < len(due):
+                measured = self._record(trained, *(self._samples or (x, y)))
+                updated = update(self._layers, measured, self._schedule.settings.average)
+                for side in [side for side in due if side not in updated]:
+                    due[side].warn(
+                        side, "no statistics reached it; is it used, and not detached, when the model is called?"
+                    )
+                refresh(
+                    self._layers, {side: found for side, found in updated.items() if side not in moved}, self._schedule,
+                    damping=lambda _, side: self._damping[side.name], take=partial(self._take, measured, refreshed),
+                )  # fmt: skip
+        self._schedule.t += 1
+        return refreshed
+
+    def _move(self, trained: list[Layer], due: Mapping[Side, Layer], x: Any, y: Tensor | None) -> set[Side]:
+        """Moves sides by a relative step, if whitening is continuous; returns those that were moved."""
+        continuous = self._continuous
+        if continuous is None or x is None or not due.keys() & continuous.tracks.keys():
+            return set()
+        measured = self._record(trained, x, y, rows=True)
+        return {
+            side
+            for side, layer in due.items()
+            if continuous.move_(layer, side, measured[layer.name], self._damping[side.name])
+        }
+
+    def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> dict[str, LayerMoments]:
+        """Measures the layers on a batch; rows: the rows of z and δ themselves instead of their moments."""
+        if x is None:
+            raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
+        layers = {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}
+        return record(
+            self.model, layers, x, y, likelihood=self._likelihood if self._schedule.two_sided else None,
+            fisher=self._schedule.settings.fisher, seed=self._schedule.seed, rows=rows,
+            inputs=self._schedule.measured("forward"), errors=self._schedule.measured("backward"),
+            counted=nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None,
+        )  # fmt: skip
+
+    def _take(
+        self,
+        measured: Mapping[str, LayerMoments],
+        refreshed: list[Refresh],
+        layer: Layer,
+        side: Side,
+        moments: Moments,
+        damping: Damping,
+        factor: object,
+    ) -> None:
+        """Changes the coordinates of one side to those of new moments, and moves the optimizer's state along.
+
+        It needs a root of the inverse, so it has no use for a factor.
+        """
+        root = root_of(moments.second, damping, cast(RootSolver, side.solver))
+        module = self._modules[layer.name]
+        self._carry(module, module.rewhiten_(side, root.matrix, moments.mean, cast(Tensor, measured[layer.name].probe)))
+        if self._continuous is not None:
+            self._continuous.anchor(side, root.second)
+        if not self._schedule.settings.average:
+            side.moments = None  # nothing reads them again
+        refreshed.append(Refresh(layer.name, side.name, root))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps depend on: tensors and plain values only."""
+        state = {
+            "schedule": self._schedule.state_dict(),
+            "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
+        }
+        return state if self._continuous is None else state | {"tracks": self._continuous.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
+        if not {"schedule", "layers"} <= set(state):
+            raise ValueError(f"the state of a Rewhitening has schedule and layers; this one has {sorted(state)}")
+        if set(state["layers"]) != set(self._layers):
+            raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self._layers)}")
+        for name, layer in self._layers.items():  # check everything before changing anything
+            layer.check_state(state["layers"][name])
+        tracks = {} if self._continuous is None else self._continuous.tracks_of(state.get("tracks", {}))
+        self._schedule.load_state_dict(state["schedule"])
+        for name, layer in self._layers.items():
+            layer.load_state_dict(state["layers"][name])
+        if self._continuous is not None:
+            self._continuous.tracks = tracks
+
+
+def _mu_of(refresh: RefreshMode, rate: float | None, average: float) -> float | None:
+    """μ of continuous whitening; None for periodic refreshes."""
+    continuous = one_of("refresh", refresh, get_args(RefreshMode)) == "continuous"
+    if not continuous and rate is not None:
+        raise ValueError('rate has no effect with refresh="periodic": leave it out, or give refresh="continuous"')
+    if continuous and average:
+        raise ValueError(f'refresh="continuous" averages by its rate: leave average at 0, not {average:g}')
+    return number("rate", 0.05 if rate is None else rate, 1e-6, 1) if continuous else None
+
+
+def _check_backward(layers: Mapping[str, WhitenedLayer], **options: object) -> None:
+    """Raises ValueError if an option of the backward side is given, not None, and no layer has that side."""
+    for name, value in options.items():
+        if value is not None and all(layer.R is None for layer in layers.values()):
+            raise ValueError(
+                f"{name} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
+            )
+
+
+def _check_parameters(layers: Mapping[str, WhitenedLayer], optimizer: Optimizer) -> None:
+    """Raises ValueError unless there are whitened layers and the optimizer holds their trained parameters."""
+    if not layers:
+        raise ValueError("the model has no whitened layer; call bprong.whiten_(model) first")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if missing := [
+        name
+        for name, layer in layers.items()
+        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters())
+    ]:
+        raise ValueError(
+            f"the optimizer does not hold the parameters of layer {missing[0]!r}: it was built before whiten_, which "
+            f"gives layers new parameters, or without them. Build it after whiten_; to leave a layer untrained, set "
+            f"requires_grad_(False) on it"
+        )

@@ -1,0 +1,47 @@
+"""The rule for parameters that no whitener covers: Adam, at a fraction of the learning rate.
+
+Scales of normalisation layers, bare parameters and tied weights have no z and δ of their own. Adam is what most people
+would use for them, and its usual learning rate is a tenth of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Adam (Kingma & Ba, Algorithm 1) for single parameters; their states are the optimizer's.
+
+    rate: its learning rate, relative to the parameter group's
+    """
+
+    rate: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def step_(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
+        """One step in place; starts the state at the first one."""
+        m, denominator, correction = self._moments(gradient, state)
+        parameter.addcdiv_(m, denominator, value=-lr * self.rate / correction)
+
+    def direction(self, gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
+        """What a step at this learning rate would add; the state advances as if the step were made."""
+        m, denominator, correction = self._moments(gradient, state)
+        return (m / denominator).mul_(-lr / correction)
+
+    def _moments(self, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
+        """The first moment, the root of the corrected second moment, and the correction of the first."""
+        if "exp_avg" not in state:
+            count = torch.zeros((), device="cpu")  # on the CPU, as in torch's optimizers: it is read at every step
+            state |= {"step": count, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
+        state["step"] += 1
+        t = float(state["step"])
+        first, second = self.betas
+        m = state["exp_avg"].lerp_(gradient, 1 - first)
+        v = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        return m, (v / (1 - second**t)).sqrt_().add_(self.eps), 1 - first**t

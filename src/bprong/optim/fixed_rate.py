@@ -1,0 +1,129 @@
+"""The step rule of an explicit learning rate: SGD in whitened coordinates, written in ordinary ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bprong.linalg.damped_inverse import Damping
+from bprong.optim.fallback import Fallback
+from bprong.optim.rules import Gradients, States, StepRule
+from bprong.whitening.layers import Layer, Layers, WeightAndBias
+from bprong.whitening.side import Side, SideName
+
+
+class FixedRate(StepRule):
+    """p ← p − η v with momentum v, as torch's SGD, but in coordinates whose inputs are centred at c.
+
+    max_step: a bound on the length of the step in the Fisher metric; momentum is applied after it
+    """
+
+    def __init__(self, damping: Mapping[SideName, Damping], max_step: float | None, fallback: Fallback) -> None:
+        self._damping = damping
+        self._max_step = max_step
+        self._fallback = fallback
+
+    def damping(self, layer: Layer, side: Side) -> Damping:
+        return self._damping[side.name]
+
+    def step_(self, gradients: Gradients, layers: Layers) -> None:
+        directions = layers.directions(gradients.values)
+        scale = self._scale(directions, gradients)
+        steps = _Steps()
+        covered = set()
+        for layer, (d_W, d_b) in directions.items():
+            covered.update(layer.parameters)
+            _add_layer(layer, _times(scale, d_W), _times(scale, d_b), gradients, steps)
+        steps.make_()
+        for parameter in gradients.values.keys() - covered:
+            group = gradients.groups[parameter]
+            _decay_(parameter, group)
+            self._fallback.step_(
+                parameter, gradients.values[parameter], gradients.states[parameter], float(group["lr"])
+            )
+
+    def _scale(self, directions: Mapping[Layer, WeightAndBias], gradients: Gradients) -> float:
+        """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound."""
+        if self._max_step is None:
+            return 1.0
+        squared = 0.0
+        for layer, (d_W, d_b) in directions.items():
+            g_W, g_b = layer.gradients(gradients.values)
+            if g_W is not None and d_W is not None:
+                lr = gradients.groups[layer.weight]["lr"]
+                squared += lr**2 * float((layer.centred(g_W, g_b) * d_W).sum())
+            if g_b is not None and d_b is not None and layer.bias is not None:
+                squared += gradients.groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
+        return min(1.0, self._max_step / math.sqrt(max(squared, 1e-300)))
+
+
+def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: Gradients, steps: _Steps) -> None:
+    """Adds the steps of W and b along their directions: Δb = −η_b d_b − ΔW c, d_b being seen from the centre c."""
+    linear = layer.linear
+    v_W = None
+    lr = 0.0
+    if d_W is not None:
+        group = gradients.groups[layer.weight]
+        lr = group["lr"]
+        v_W = _velocity(layer.weight, linear.own, linear.shaped(d_W), group, gradients.states)
+        W = linear.own(layer.weight)
+        _decay_(W, group)
+        steps.add(W, v_W, lr)
+        if gradients.noted:
+            layer.step_norm = lr * float(v_W.norm())
+    if d_b is None or layer.bias is None:
+        return
+    group = gradients.groups[layer.bias]
+    b = linear.vector(layer.bias)
+    v_b = _velocity(layer.bias, linear.vector, d_b, group, gradients.states)
+    _decay_(b, group)
+    if v_W is None or layer.c is None:
+        steps.add(b, v_b, group["lr"])
+    elif lr == group["lr"] and v_W.ndim == 2 and not linear.one_hot:
+        steps.add(b, torch.addmv(v_b, v_W.to(v_b.dtype), layer.c.to(v_b.dtype), alpha=-1), lr)
+    else:
+        steps.add(b, v_b, group["lr"])
+        b.add_(linear.times(v_W.to(b.dtype), layer.c.to(b.dtype)), alpha=lr)
+
+
+def _velocity(
+    parameter: Tensor, own: Callable[[Tensor], Tensor], direction: Tensor, group: Mapping[str, Any], states: States
+) -> Tensor:
+    """What the layer's own part of a parameter moves by, per unit of learning rate."""
+    beta = group["momentum"]
+    if not beta:
+        return direction
+    state = states[parameter]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    velocity = own(state["momentum_buffer"]).mul_(beta).add_(direction)
+    return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
+
+
+class _Steps:
+    """p ← p − η v for many tensors at once, those with one learning rate together."""
+
+    def __init__(self) -> None:
+        self._by_lr: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def add(self, parameter: Tensor, velocity: Tensor, lr: float) -> None:
+        parameters, velocities = self._by_lr.setdefault(lr, ([], []))
+        parameters.append(parameter)
+        velocities.append(velocity.to(parameter.dtype))
+
+    def make_(self) -> None:
+        for lr, (parameters, velocities) in self._by_lr.items():
+            torch._foreach_sub_(parameters, velocities, alpha=lr)
+
+
+def _times(scale: float, direction: Tensor | None) -> Tensor | None:
+    return direction if direction is None or scale == 1 else direction * scale
+
+
+def _decay_(parameter: Tensor, group: Mapping[str, Any]) -> None:
+    if group["weight_decay"]:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])

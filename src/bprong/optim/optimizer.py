@@ -1,0 +1,389 @@
+"""BPRONG and PRONG for unmodified models: the paper's trajectory as an ordinary torch optimizer.
+
+When statistics are due, the batches since the last step are run through the model again and measured. Ordinary steps
+carry no per-layer hooks, so that in-place activations, checkpointing, torch.compile and autocast cannot disturb them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bprong.capture.batches import Batches
+from bprong.capture.coverage import fallback_reason
+from bprong.capture.weights import COVERED, Limits, covered_weights
+from bprong.checks import integer, number, one_of, positive, refuse_distributed
+from bprong.errors import warn
+from bprong.likelihood.families import Likelihood, likelihood_of
+from bprong.linalg.blocks import MAX_DIM
+from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Factor
+from bprong.linalg.moments import Moments
+from bprong.optim.auto.step import Automatic
+from bprong.optim.fixed_rate import FixedRate
+from bprong.optim.options import Options
+from bprong.optim.report import Report, layer_row
+from bprong.optim.rules import Gradients, Group, StepRule
+from bprong.whitening.layers import PATIENCE, Layer, Layers
+from bprong.whitening.refresh import Whitening
+from bprong.whitening.schedule import Schedule
+from bprong.whitening.side import Side, SideName, Solver
+
+LONG_GRADIENT = 2**14  # numbers of which a dot product takes less time than a norm
+
+
+class BPRONG(Optimizer):
+    """Natural-gradient descent by bidirectional whitening, for any model and an unchanged training loop.
+
+        ΔW = −η (D+ε₂)⁻¹ (g_W − g_b cᵀ) (Ž+ε₁)⁻¹,   Δb = −η (D+ε₂)⁻¹ g_b − ΔW c
+
+    for every linear layer, convolution, attention projection, embedding and recurrent cell, which is SGD in the
+    coordinates of Fujimoto & Ohira's Algorithm 2. Other parameters, and tied ones, follow Adam's rule at a tenth of lr.
+    Use `bprong.coverage(model)` to preview how each parameter is handled and `report()` to inspect it during training.
+
+    model             the module that is called in training; its batches are kept until the step
+    lr                as for SGD; "auto": no learning rate. The step then minimises a quadratic model of the loss, and
+                      the group's lr, which is 1, multiplies it
+    likelihood        "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`
+    params            parameters or parameter groups; by default all trainable parameters of the model
+    momentum, nesterov
+                      as for SGD; momentum is a velocity in ordinary coordinates
+    weight_decay      decoupled, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
+    forward_damping, backward_damping
+                      ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
+                      defaults. lr="auto" chooses them along with the step unless they are given
+    every             steps between refreshes of the statistics; None: refresh what has drifted, within `overhead`
+    overhead          the share of run time to spend on statistics and factorisations if no period is given; None: 0.1
+    max_step          a bound on the length of each step in the Fisher metric; momentum is not included unless lr="auto"
+    solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
+                      the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
+    max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
+    options           a `bprong.optim.Options` or a mapping with its fields
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> optimizer = BPRONG(model, lr=0.1)
+    >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    """
+
+    _whitens_backward = True
+    _default_damping: Mapping[SideName, float] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Literal["auto"] = 0.01,
+        likelihood: str | Likelihood = "categorical",
+        *,
+        params: Iterable[Tensor] | Iterable[Group] | None = None,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        forward_damping: float | Damping | None = None,
+        backward_damping: float | Damping | None = None,
+        every: int | None = None,
+        overhead: float | None = None,
+        max_step: float | None = None,
+        solver: Solver = "auto",
+        max_dim: int = MAX_DIM,
+        options: Options | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._check_model(model)
+        if isinstance(lr, str) and lr != "auto":
+            raise ValueError(f'lr must be a number or "auto", not {lr!r}')
+        one_of("solver", solver, get_args(Solver))
+        self._options = Options.of(options)
+        self._likelihood = likelihood_of(likelihood)
+        given = (forward_damping, backward_damping)
+        defaults_and_given = zip(self._default_damping.items(), given, strict=True)
+        damping = {name: Damping.of(default if own is None else own) for (name, default), own in defaults_and_given}
+        if solver == "low-rank" and any(own.relative_to == "variance" for own in damping.values()):
+            raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
+        defaults = {
+            "lr": 1.0 if lr == "auto" else number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1),
+            "nesterov": nesterov, "weight_decay": number("weight_decay", weight_decay, 0),
+        }  # fmt: skip
+        max_step = None if max_step is None else positive("max_step", max_step)
+        automatic = lr == "auto"
+        self._batches = Batches(model, self._likelihood, automatic or self._options.fisher == "empirical")
+        self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
+        self._rule: StepRule = FixedRate(damping, max_step, self._options.fallback)
+        if automatic:
+            batches = self._batches
+            chosen = given != (None, None)
+            self._rule = Automatic(self._model, batches, self._likelihood, self._options, damping, chosen, max_step)
+        self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every, overhead)
+        self._refused = 0
+        self._started: float | None = None
+        super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
+        self._rule.attach(self._parameters)
+        self._attend()
+
+    def _check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, ...), not "
+                f"{name}(model.parameters(), ...). Use params= to select parameters"
+            )
+        refuse_distributed(model)
+
+    def _whitening_of(self, solver: Solver, max_dim: int, every: int | None, overhead: float | None) -> Whitening:
+        rule = self._rule
+        settings = self._options.settings(every, overhead, self._whitens_backward, rule.early_steps)
+        layers = Layers(
+            Layer(linear, solver, backward=self._whitens_backward, exact_first=rule.exact_refreshes)
+            for linear in covered_weights(self._model, Limits(max_dim, self._options.channels))
+        )
+        if not layers:
+            raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
+        schedule = Schedule(settings, layers)
+        return Whitening(self._model, self._batches, self._likelihood, layers, schedule, self._options.examples)
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step with the gradients in `.grad`; returns the loss of the closure, if one is given.
+
+        Gradients that are not finite are refused with a warning and nothing changes; several in a row raise an error.
+        On a fresh optimizer, gradients that are all zero do nothing and do not count as a step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = self._gradients()
+        if not self._acceptable(gradients) or (self._rule.undoes and self._rule.undo_if_blown_up_(gradients)):
+            self._forget()
+            return loss
+        start = time.perf_counter()
+        self._started = start if self._started is None else self._started
+        whitening = self._whitening
+        with _without_autocast(next(iter(gradients.values)).device.type):
+            if self._due or self._waiting:
+                whitening.refresh(self._trained, self._due, self._rule.first_measured, self._rule.damping, self._take)
+                start = time.perf_counter()
+            self._rule.step_(gradients, whitening.layers)
+        whitening.seconds["step"] += time.perf_counter() - start
+        whitening.schedule.t += 1
+        self._forget()
+        self._attend()
+        return loss
+
+    def _gradients(self) -> Gradients:
+        groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        schedule = self._whitening.schedule
+        values = {p: p.grad for p in groups if p.grad is not None}
+        return Gradients(values, groups, self.state, schedule.t, schedule.seed, self._due)
+
+    def _acceptable(self, gradients: Gradients) -> bool:
+        values = list(gradients.values.values())
+        if any(g.is_sparse for g in values):
+            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+        if not values:
+            return False
+        sizes = _sizes(values)
+        if math.isfinite(sum(sizes)):
+            self._refused = 0
+            return any(sizes) or gradients.t > 0
+        bad = [self._name_of(p) for p, g in gradients.values.items() if not g.isfinite().all()]
+        if not bad:  # every number is finite, but the square of one overflows
+            return True
+        self._refused += 1
+        message = f"step {gradients.t} refused: the gradient of {', '.join(bad)} is not finite"
+        if self._refused >= PATIENCE:
+            raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
+        # Two in a row are not one bad batch but a bad step.
+        undone = self._rule.undoes and self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
+        warn(f"{message}; {'the last update was undone' if undone else 'nothing was changed'}")
+        return False
+
+    def _forget(self) -> None:
+        """Forgets the batches since the last step: they were used, or the step was refused."""
+        self._batches.forget()
+        self._whitening.recorded.clear()
+
+    def _attend(self) -> None:
+        """Finds out, once for each step, whether it will measure, and whether batches must be kept until then."""
+        whitening = self._whitening
+        self._due = bool(whitening.schedule.wanted)
+        idle = [p for name in whitening.idle for p in whitening.layers[name].parameters if p.requires_grad]
+        self._waiting = bool(idle) and not self._trained.isdisjoint(idle)
+        self._batches.listener.wanted = self._due or self._rule.keeps_every_batch or self._waiting
+
+    # Statistics -------------------------------------------------------------------------------------------------------
+
+    def _take(self, layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
+        """Puts a new factor into force, and lets the momentum of the bias follow a new centre c."""
+        c_before = layer.c
+        layer.take(side, moments, damping, factor or side.solve(moments, damping, layer.like))
+        buffers = [self.state.get(p, {}).get("momentum_buffer") for p in layer.parameters]
+        if layer.c is c_before or layer.bias is None or any(buffer is None for buffer in buffers):
+            return
+        # The buffer of the bias is a velocity in coordinates centred at c; in ordinary ones it must not change.
+        v_W = layer.linear.own(buffers[0])
+        moved = cast(Tensor, (0 if layer.c is None else layer.c) - (0 if c_before is None else c_before)).to(v_W)
+        rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
+        weight_rate = rates[layer.weight]
+        bias_rate = rates[layer.bias]
+        ratio = weight_rate / bias_rate if bias_rate else float(weight_rate == bias_rate)
+        layer.linear.vector(buffers[1]).add_(layer.linear.times(v_W, moved), alpha=ratio)
+
+    def observe(self, x: Any, y: Tensor | None = None) -> None:
+        """Gives the batch to measure at the next step, instead of what the model was called with.
+
+        For training in eval mode, for models that are called through a wrapper, and for fisher="empirical", which
+        needs y.
+        """
+        self._batches.observe(x, y)
+
+    def recording(self) -> AbstractContextManager[Callable[..., None]]:
+        """For models that are not called as model(x): measures a forward pass of your own.
+
+        with optimizer.recording() as record:
+            output = model.head(model.body(x))
+            record(output)
+        """
+        return self._whitening.recording(self._trained)
+
+    def report(self) -> Report:
+        """The state of each layer, the parameters that are not whitened, the shares of time, and the step rule."""
+        whitening = self._whitening
+        total = math.inf if self._started is None else time.perf_counter() - self._started
+        t = whitening.schedule.t
+        fallback = {
+            self._name_of(p): whitening.reasons.get(p) or fallback_reason(self._model, p)
+            for p in self._parameters
+            if p not in whitening.covered
+        }
+        rows = [layer_row(layer, t, self._rule.damping) for layer in whitening.layers.values()]
+        shares = {purpose: seconds / total for purpose, seconds in whitening.seconds.items()}
+        return Report(t, rows, fallback, shares, self._rule.report())
+
+    # The contract of torch.optim --------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As for every optimizer; its numbers are checked."""
+        group = self.defaults | dict(param_group)
+        for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
+            number(key, group[key], 0, below)
+        if group["nesterov"] and not group["momentum"]:
+            raise ValueError("nesterov needs a momentum above 0")
+        self._rule.check_group(group)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own state with the keys "whitening" and "rule": tensors and plain values only."""
+        return super().state_dict() | {
+            "whitening": self._whitening.state_dict(),
+            "rule": {"type": type(self._rule).__name__} | self._rule.state_dict(self._parameters),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues bit for bit where `state_dict` was taken; the state of another model is refused."""
+        state = dict(state_dict)
+        whitening = state.pop("whitening", None)
+        own_rule = type(self._rule).__name__
+        rule = dict(state.pop("rule", {"type": own_rule}))
+        if (saved_rule := rule.pop("type", None)) != own_rule:
+            raise ValueError(f"the checkpoint has the step rule {saved_rule}, and this optimizer has {own_rule}")
+        if whitening is None:
+            warn("the checkpoint contains no whitening state; statistics will be estimated from scratch")
+        else:
+            self._whitening.check_state(whitening)
+        super().load_state_dict(state)
+        if rule:
+            self._rule.load_state_dict(rule, self._parameters)
+        if whitening is not None:
+            self._whitening.load_state_dict(whitening)
+            self._forget()
+            self._attend()
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def _trained(self) -> set[Tensor]:
+        return {p for p in self._parameters if p.requires_grad}
+
+    def _name_of(self, parameter: Tensor) -> str:
+        names = (name for name, p in self._model.named_parameters() if p is parameter)
+        return next(names, "a parameter outside the model")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For deepcopy and pickle: torch's own state and ours, without batches."""
+        own = {key: value for key, value in self.__dict__.items() if key in _OWN}
+        return super().__getstate__() | own | {"_started": None}
+
+
+_OWN = (
+    "_batches",
+    "_due",
+    "_likelihood",
+    "_model",
+    "_options",
+    "_refused",
+    "_rule",
+    "_waiting",
+    "_whitening",
+)
+
+
+class PRONG(BPRONG):
+    """Natural-gradient descent by forward whitening alone (Desjardins et al., 2015; Fujimoto & Ohira's Algorithm 1).
+
+    It measures no errors, so that at a fixed lr the likelihood is not used (lr="auto" still uses it). It tolerates, and
+    benefits from, less damping than BPRONG. The arguments are BPRONG's, but for `backward_damping`.
+    """
+
+    _whitens_backward = False
+    _default_damping: Mapping[SideName, float] = {"forward": 0.01, "backward": 0.015}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Literal["auto"] = 0.01,
+        likelihood: str | Likelihood = "categorical",
+        *,
+        params: Iterable[Tensor] | Iterable[Group] | None = None,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        forward_damping: float | Damping | None = None,
+        every: int | None = None,
+        overhead: float | None = None,
+        max_step: float | None = None,
+        solver: Solver = "auto",
+        max_dim: int = MAX_DIM,
+        options: Options | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model, lr, likelihood, params=params, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
+            forward_damping=forward_damping, every=every, overhead=overhead, max_step=max_step, solver=solver,
+            max_dim=max_dim, options=options,
+        )  # fmt: skip
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Entering a context takes longer than finding out whether it is needed."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _sizes(gradients: list[Tensor]) -> list[float]:
+    """A cheap magnitude of each gradient, for tests of zero and finiteness: squared norms of long ones, else norms."""
+    long = [g for g in gradients if g.numel() > LONG_GRADIENT and g.is_contiguous()]
+    short = [g for g in gradients if not (g.numel() > LONG_GRADIENT and g.is_contiguous())]
+    squares = [float(torch.dot(g.view(-1), g.view(-1))) for g in long]
+    return squares + ([float(norm) for norm in torch._foreach_norm(short)] if short else [])

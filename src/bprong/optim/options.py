@@ -1,0 +1,115 @@
+"""Options of an optimizer that few people change, in one validated dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from bprong.capture.backprop import Fisher
+from bprong.checks import integer, number, one_of
+from bprong.optim.fallback import Fallback
+from bprong.whitening.schedule import Mode, Settings
+
+OVERHEAD = 0.1  # of run time, where no period is given
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `BPRONG` and `PRONG` that few people change; a mapping with these keys does as well.
+
+    fisher            targets behind D: "sampled" from the model, "exact" (no sampling, one backward pass for each
+                      output of a target) or "empirical" (the data's: from `observe(x, y)` or, for classes and bits,
+                      recovered from the gradient at the model's output)
+    forward_every, forward_offset, backward_every, backward_offset
+                      the paper's τ₁, c₁, τ₂, c₂; by default both sides are refreshed together, every `every` steps
+    refresh           "periodic": refresh every side at its period. "drift": at each period measure the sides that have
+                      been drifting, and refresh those that have drifted. Default: "drift", unless a period is given
+    average           what the running average of the statistics keeps of its weight at each measurement; 0: no average
+    record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
+    examples          the largest number of examples of a batch to measure
+    seed              of sampled targets; by default torch's initial seed
+    channels          whiten the inputs of convolutions over their channels alone, whatever their size
+    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1
+    fallback_betas    Adam's β₁ and β₂ for these parameters
+    """
+
+    fisher: Fisher = "sampled"
+    forward_every: int | None = None
+    forward_offset: int | None = None
+    backward_every: int | None = None
+    backward_offset: int | None = None
+    refresh: Mode | None = None
+    average: float = 0.9
+    record_every: int | None = None
+    examples: int | None = None
+    seed: int | None = None
+    channels: bool = False
+    fallback_rate: float | None = None
+    fallback_betas: tuple[float, float] = (0.9, 0.999)
+
+    def __post_init__(self) -> None:
+        for name, least in (("examples", 1), ("seed", 0)):
+            if getattr(self, name) is not None:
+                integer(f"options[{name!r}]", getattr(self, name), least)
+        one_of("options['refresh']", self.refresh, (None, *get_args(Mode)))
+        one_of("options['channels']", self.channels, (False, True))
+        number("options['fallback_rate']", self.fallback.rate, 0)
+        if not isinstance(self.fallback_betas, (tuple, list)) or len(self.fallback_betas) != 2:
+            raise ValueError(f"options['fallback_betas'] must be two numbers, not {self.fallback_betas!r}")
+        for beta in self.fallback_betas:
+            number("options['fallback_betas']", beta, 0, 1)
+
+    @classmethod
+    def of(cls, options: Options | Mapping[str, Any] | None) -> Options:
+        """The options as they are, or from a mapping."""
+        if isinstance(options, Options):
+            return options
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options must be a bprong.optim.Options or a mapping, not {options!r}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in options or {} if name not in known]
+        if unknown:
+            raise ValueError(
+                f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}. overhead, solver and "
+                f"max_dim are keyword arguments of the optimizer"
+            )
+        return cls(**options or {})
+
+    @property
+    def fallback(self) -> Fallback:
+        return Fallback(0.1 if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
+
+    def settings(
+        self, every: int | None, overhead: float | None, backward: bool, early_steps: tuple[int, ...]
+    ) -> Settings:
+        """The settings of the schedule; refuses options that have no effect in the mode they choose."""
+        forward_every = every if self.forward_every is None else self.forward_every
+        backward_every = every if self.backward_every is None else self.backward_every
+        periodic = forward_every is not None or backward_every is not None
+        refresh = self.refresh or ("periodic" if periodic else "drift")
+        _refuse(overhead is not None and periodic, "overhead", "a period is given; leave one of them out")
+        _refuse(
+            every is not None and self.forward_every is not None and self.backward_every is not None,
+            "every", "forward_every and backward_every are given",
+        )  # fmt: skip
+        if not backward:
+            for name in ("backward_every", "backward_offset"):
+                _refuse(getattr(self, name) is not None, name, "PRONG whitens forward only")
+            _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
+        for name in ("forward_offset", "backward_offset"):
+            _refuse(getattr(self, name) is not None and not periodic, name, "no period is given; give every")
+        _refuse(self.record_every is not None and refresh == "drift", "record_every", 'it needs refresh="periodic"')
+        common = next((given for given in (every, forward_every, backward_every) if given is not None), 1)
+        share = None if periodic else number("overhead", OVERHEAD if overhead is None else overhead, 0.001, 1)
+        return Settings.checked(
+            forward=(common if forward_every is None else forward_every, self.forward_offset or 0),
+            backward=(common if backward_every is None else backward_every, self.backward_offset or 0),
+            fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
+            refresh=refresh, overhead=share, early_steps=early_steps,
+        )  # fmt: skip
+
+
+def _refuse(without_effect: bool, name: str, reason: str) -> None:
+    if without_effect:
+        raise ValueError(f"{name} would have no effect: {reason}")

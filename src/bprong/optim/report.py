@@ -1,0 +1,107 @@
+"""What an optimizer reports about itself: plain data underneath, a table when printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bprong.capture.coverage import table
+from bprong.linalg.moments import Moments
+from bprong.whitening.layers import Layer
+from bprong.whitening.refresh import Damper
+from bprong.whitening.side import SIDES
+
+COLUMNS = {  # of each side: heading, explanation
+    "factor": ("factor", "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size"),
+    "directions": ("directions", "effective number of directions, tr(Ž)² / tr(Ž²)"),
+    "damping": ("ε", "what is added to each eigenvalue before it is inverted (mean)"),
+    "age": ("age", "steps since the factor was computed"),
+    "off_white": (
+        "off white",
+        "distance of the last batch measured from white, ‖UŽUᵀ−I‖ / ‖I‖, before a refresh",
+    ),
+}
+RULE_NUMBERS = {  # of lr="auto": letter, explanation
+    "alpha": ("α", "coefficient of the whitened direction"),
+    "mu": ("μ", "coefficient of the last update"),
+    "lambda": ("λ", "damping"),
+    "ratio": ("actual/predicted", "decrease of the loss, relative to that of the quadratic model"),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of an optimizer after `steps` steps; print it for a table.
+
+    layers:    a row for each whitened layer: its `step_norm`, and the `COLUMNS` of its sides as forward_…, backward_…
+    fallback:  the parameters that follow the fallback rule (Adam), with the reason
+    time:      shares of the time since the first step that went to statistics, factorisation and steps
+    rule:      numbers of the step rule. For lr="auto": the last coefficients alpha and mu of the whitened direction and
+               of the last update, the damping lambda, and the ratio of the actual to the predicted decrease of the
+               loss; None before there is one
+    """
+
+    steps: int
+    layers: list[dict[str, Any]]
+    fallback: dict[str, str]
+    time: dict[str, float]
+    rule: dict[str, float | None]
+
+    def __str__(self) -> str:
+        headings = {"layer": "layer"} | {
+            f"{side}_{key}": f"{heading} {letter}"
+            for key, (heading, _) in COLUMNS.items()
+            for side, letter in zip(SIDES, "zδ", strict=True)
+        }
+        headings["step_norm"] = "step"
+        used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
+        rows = [[_cell(row.get(key)) for key in used] for row in self.layers]
+        lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
+        shown = " ".join(used)
+        lines += [f"{heading}: {explanation}" for key, (heading, explanation) in COLUMNS.items() if key in shown]
+        lines += ["step: length of the weight's step at the last refresh"] if "step_norm" in used else []
+        lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
+        if self.rule:
+            named = [(RULE_NUMBERS.get(key, (key, ""))[0], value) for key, value in self.rule.items()]
+            lines.append("step rule: " + ", ".join(f"{letter} {_cell(value)}" for letter, value in named))
+        lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
+        shares = ", ".join(f"{purpose} {share:.1%}" for purpose, share in self.time.items())
+        return "\n".join([*lines, f"share of time since the first step: {shares}; the rest is your own code"])
+
+    def scalars(self) -> dict[str, float]:
+        """All numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""
+        parts: list[tuple[str, Mapping[str, Any]]] = [("", {"steps": self.steps}), ("time/", self.time)]
+        parts += [("rule/", self.rule), *((f"{row['layer']}/", row) for row in self.layers)]
+        return {
+            f"{prefix}{key}": float(value)
+            for prefix, values in parts
+            for key, value in values.items()
+            if isinstance(value, (int, float))
+        }
+
+
+def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
+    """The row of a layer at step t."""
+    row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
+    for side in layer.sides:
+        numbers: dict[str, Any] = {"factor": f"{side.factor or 'identity'} {side.blocks}"}
+        if side.refreshed_at is not None:
+            numbers |= {"age": t - side.refreshed_at, "off_white": side.off_white}
+        if side.moments is not None:
+            numbers["directions"] = _directions(side.moments)
+            numbers["damping"] = float(damping(layer, side).amounts(side.moments.variances).mean())
+        row |= {f"{side.name}_{key}": value for key, value in numbers.items()}
+    return row
+
+
+def _directions(moments: Moments) -> float:
+    """tr(Ž)² / tr(Ž²), which is the rank of a projection; cheap, unlike a rank."""
+    squares = float(moments.scatter.square().sum())
+    return float(moments.scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

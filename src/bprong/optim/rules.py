@@ -1,0 +1,95 @@
+"""The protocol of step rules: what turns gradients into a step.
+
+A rule is given the gradients of a step and the layers with their factors. It never measures statistics, and nothing
+that does knows which rule there is. A new rule is one file with a subclass of `StepRule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bprong.capture.measure import LayerMoments
+from bprong.linalg.damped_inverse import Damping
+from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.side import Side
+
+Group = dict[str, Any]
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one step, and what the optimizer knows about their parameters.
+
+    values:   by parameter
+    groups:   the parameter group of each parameter that has a gradient
+    states:   the optimizer's state
+    t:        the number of steps made before
+    seed:     for random numbers of this step
+    noted:    whether lengths of steps are noted for the report, which would cost too much at every step
+    """
+
+    values: dict[Tensor, Tensor]
+    groups: Mapping[Tensor, Group]
+    states: States
+    t: int
+    seed: int
+    noted: bool
+
+
+class StepRule:
+    """Turns the gradients of a step into a change of the parameters.
+
+    early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
+    exact_refreshes:    refreshes before low-rank factors are tried
+    keeps_every_batch:  whether the rule reads the batches of every step, not only of those with a refresh
+    undoes:             whether the rule can undo its last update
+    """
+
+    early_steps: tuple[int, ...] = ()
+    exact_refreshes: int = 0
+    keeps_every_batch: bool = False
+    undoes: bool = False
+
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
+
+    def attach(self, parameters: list[Tensor]) -> None:
+        """Called once, with the parameters of the optimizer."""
+
+    def step_(self, gradients: Gradients, layers: Layers) -> None:
+        """Moves the parameters."""
+        raise NotImplementedError
+
+    def damping(self, layer: Layer, side: Side) -> Damping:
+        """The damping of a side for its next factor."""
+        raise NotImplementedError
+
+    def first_measured(self, measured: Mapping[str, LayerMoments]) -> None:
+        """Called with the moments of layers that were measured for the first time."""
+
+    def undo_if_blown_up_(self, gradients: Gradients) -> bool:
+        """Undoes the last update if the loss blew up; True if it did, which ends the step.
+
+        Called before statistics are measured, so that nothing is measured at a bad point.
+        """
+        raise NotImplementedError
+
+    def undo_(self, gradients: Gradients) -> bool:
+        """Undoes the last update, because gradients have repeatedly not been finite."""
+        raise NotImplementedError
+
+    def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
+        """What outlives a step, tensors by the order of the parameters: tensors and plain values only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
+        """Restores what `state_dict` returned."""
+
+    def report(self) -> dict[str, float | None]:
+        """Numbers for the optimizer's report."""
+        return {}

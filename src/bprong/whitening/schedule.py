@@ -1,0 +1,214 @@
+"""When sides are measured and refreshed.
+
+Fujimoto & Ohira, Algorithm 2: forward-whitening when mod(t, τ₁) = c₁, back-whitening when mod(t, τ₂) = c₂. Algorithm 1
+(PRONG) is the same without the second. Both routes, the paper's network and the optimizer, follow one `Schedule`. The
+optimizer can also choose the period from a share of run time, and measure a side less often while it does not drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from bprong.capture.backprop import Fisher
+from bprong.checks import number, one_of, period
+from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.moments import Moments
+from bprong.whitening.layers import Layer
+from bprong.whitening.side import SIDES, Side, SideName
+
+Mode = Literal["periodic", "drift"]
+
+DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ above which a factor is out of date
+LONGEST_INTERVAL = 16  # periods between two measurements of a side that does not drift, at most
+SHORTEST_PERIOD = 10  # steps between two refreshes, however cheap they are
+
+# The cost model behind `period_for`, in operations of a float32 product, of which two cores make about 2·10¹¹ a second.
+STEP_CALLS = 4e7  # the calls that train a layer and precondition its gradient
+MEASURING_CALLS = 2e8  # the calls that measure a layer
+FACTORING_CALLS = 7e7  # the calls that factor a side
+DOUBLE_PRECISION = 3.4  # moments are summed in float64
+FACTORISATION = 2.2  # factorisations run slower than products
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When sides are measured and refreshed, and from which targets.
+
+    periods:       (τ, c) of each side
+    fisher:        targets behind D
+    average:       what a running average keeps of its weight at each measurement; 0: no average
+    record_every:  steps between measurements without a refresh; None: there are none
+    seed:          of sampled targets
+    refresh:       "periodic": every side at its period; "drift": those sides that have drifted
+    overhead:      the share of run time that determines the period instead of `periods`; None: `periods` hold
+    early_steps:   further steps at which everything is measured, if `overhead` determines the period
+    """
+
+    periods: Mapping[SideName, tuple[int, int]]
+    fisher: Fisher = "sampled"
+    average: float = 0.0
+    record_every: int | None = None
+    seed: int = 0
+    refresh: Mode = "periodic"
+    overhead: float | None = None
+    early_steps: tuple[int, ...] = ()
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        forward: tuple[int, int | None],
+        backward: tuple[int, int | None],
+        fisher: Fisher,
+        average: float,
+        record_every: int | None,
+        seed: int | None,
+        **others: Any,
+    ) -> Settings:
+        """From what a user gave: (every, offset) of both sides, and the rest."""
+        one_of("fisher", fisher, ("sampled", "exact", "empirical"))
+        number("average", average, 0, 1)
+        if record_every is not None:
+            period("record", record_every, 0)
+            if average == 0:
+                raise ValueError("record_every measures for a running average: give average too, e.g. average=0.9")
+        periods: dict[SideName, tuple[int, int]] = {
+            "forward": period("forward", *forward),
+            "backward": period("backward", *backward),
+        }
+        return cls(periods, fisher, average, record_every, torch.initial_seed() if seed is None else seed, **others)
+
+
+class Schedule:
+    """The clock of a run: which sides are due at step t."""
+
+    def __init__(self, settings: Settings, layers: Mapping[str, Layer]) -> None:
+        self.settings = settings
+        self.t = 0
+        self.every: int | None = None  # the period that `overhead` determined; None before the first refresh
+        self._seed = settings.seed
+        self._layers = layers
+        self._unscheduled = False
+        used = {side.name for layer in layers.values() for side in layer.sides}
+        self.sides = tuple(name for name in SIDES if name in used)
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether errors are whitened too."""
+        return len(self.sides) == len(SIDES)
+
+    @contextmanager
+    def unscheduled(self, measure: bool) -> Iterator[None]:
+        """Within this context every side is due, if `measure`."""
+        self._unscheduled = measure
+        try:
+            yield
+        finally:
+            self._unscheduled = False
+
+    @property
+    def due(self) -> list[SideName]:
+        """The sides to refresh at this step; by drift, those that are measured in some layer."""
+        if self._all_due:
+            return list(self.sides)
+        due = [name for name in self.sides if self.t % self._period(name)[0] == self._period(name)[1]]
+        if not due:
+            return []
+        known = [side for layer in self._layers.values() for side in layer.sides if side.interval is not None]
+        return [name for name in due if not known or any(s.name == name and self._is_measured(s) for s in known)]
+
+    @property
+    def wanted(self) -> list[SideName]:
+        """The sides to measure at this step: those due, and all if it is one of `record_every`."""
+        every = self.settings.record_every
+        return list(self.sides) if every is not None and self.t % every == 0 else self.due
+
+    def measured(self, name: SideName) -> bool | set[str]:
+        """The names of the layers whose side of this name is measured at this step; True: all."""
+        if name not in self.wanted or self.settings.refresh == "periodic":
+            return name in self.wanted
+        sides = ((layer.name, side) for layer in self._layers.values() for side in layer.sides)
+        return {layer for layer, side in sides if side.name == name and self._is_measured(side)}
+
+    def has_drifted(self, side: Side, moments: Moments, damping: Damping) -> bool:
+        """Whether the factor of a side is out of date.
+
+        A side that has not drifted is measured half as often from now on, one that has twice as often.
+        """
+        drifted = not side.drift(moments, damping) <= DRIFT  # NaN counts as drift, for the refresh to report
+        if not self._all_due:
+            interval = side.interval or 1
+            side.interval = max(1, interval // 2) if drifted else min(LONGEST_INTERVAL, 2 * interval)
+        return drifted
+
+    @property
+    def seed(self) -> int:
+        """The seed of the targets sampled at this step."""
+        return mixed(self._seed, self.t)
+
+    def _period(self, name: SideName) -> tuple[int, int]:
+        return self.settings.periods[name] if self.every is None else (self.every, 0)
+
+    @property
+    def _all_due(self) -> bool:
+        """Unscheduled measurements; and early ones: at the start, after an eighth, a quarter and half of a period."""
+        if self._unscheduled or self.settings.overhead is None:
+            return self._unscheduled
+        early = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}
+        return self.t == 0 or self.t in early.union(self.settings.early_steps)
+
+    def _is_measured(self, side: Side) -> bool:
+        """Whether this side of a layer is measured, given that sides of its name are due."""
+        every, offset = self._period(side.name)
+        return self._all_due or (self.t - offset) % (every * (side.interval or 1)) == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.t, "seed": self._seed, "every": self.every}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not {"t", "seed", "every"} <= set(state):
+            raise ValueError(f"the state of a schedule has t, seed and every; this one has {sorted(state)}")
+        self.t = state["t"]
+        self._seed = state["seed"]
+        self.every = state["every"]
+
+
+def period_for(layers: Iterable[Layer], overhead: float) -> int:
+    """Steps between refreshes of all layers such that these take the share `overhead` of run time.
+
+    Operations are counted, not timed, so that a run is the same on every machine and after every checkpoint. Each layer
+    has been refreshed once; its rows are those of that measurement.
+
+    >>> from bprong.capture.weights import weight_matrices_of
+    >>> from bprong.linalg.factors import Dense
+    >>> layer = Layer(weight_matrices_of("", torch.nn.Linear(784, 100))[0])
+    >>> layer.forward.observations = 100.0
+    >>> for side in layer.sides:
+    ...     side.factor = Dense(torch.eye(side.blocks.size), side.blocks)
+    >>> [period_for([layer], share) for share in (0.05, 0.1, 0.2)]
+    [246, 117, 52]
+    """
+    training = 0.0
+    refreshing = 0.0
+    for layer in layers:
+        rows = layer.forward.observations
+        cost = layer.linear.cost(backward=layer.backward in layer.sides)
+        weights = layer.linear.own(layer.weight).numel()
+        applied = sum(side.factor.cost for side in layer.sides if side.factor is not None)
+        training += STEP_CALLS + 6 * rows * weights + weights * applied
+        refreshing += MEASURING_CALLS + 4 * rows * weights + DOUBLE_PRECISION * rows * cost["per_row"]
+        refreshing += len(layer.sides) * FACTORING_CALLS + FACTORISATION * cost["refresh"]
+    if not training:
+        return SHORTEST_PERIOD
+    return max(SHORTEST_PERIOD, math.ceil(refreshing * (1 - overhead) / (overhead * training)))
+
+
+def mixed(seed: int, t: int) -> int:
+    """A seed for step t that shares no stream with the user's own seeds, however small those are."""
+    return (seed * 0x9E3779B97F4A7C15 + t * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63

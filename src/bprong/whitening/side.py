@@ -1,0 +1,149 @@
+"""One side of one layer: its running moments, its factor, and how the factor is computed from the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bprong.linalg.blocks import Blocks
+from bprong.linalg.damped_inverse import Damping, RootSolver
+from bprong.linalg.factors import Factor, distance_from_white, exact_factor, factor_of_state, low_rank
+from bprong.linalg.moments import Moments, float64_device
+
+SideName = Literal["forward", "backward"]
+SIDES: tuple[SideName, ...] = ("forward", "backward")
+Solver = Literal["auto", "exact", "low-rank"]  # the paper's network has solvers of its own (`RootSolver`)
+
+# Low rank pays for wide sides with small ranks. A step through a side of d features, with n rows on the other side,
+# takes 2nd² operations exactly and 4ndk with rank k; products with a narrow factor run at about 0.7 of the speed of
+# square ones (benchmarks/width_cost.py), and a large rank takes longer to find than Cholesky's factor.
+LOW_RANK_FROM = 256  # features
+LOW_RANK_SHARE = 0.25  # the largest rank, relative to the features
+LOW_RANK_ERROR = 0.5  # the largest relative difference of a step from the exact one (`LowRank.error`)
+LONGEST_BACKOFF = 16  # refreshes
+
+
+@dataclass
+class Backoff:
+    """Low rank is not tried for `skip` refreshes, and if it then fails again, not for the following `next_skip`."""
+
+    skip: int = 0
+    next_skip: int = 2
+
+    def tries(self) -> bool:
+        if self.skip == 0:
+            return True
+        self.skip -= 1
+        return False
+
+    def record(self, found: bool) -> None:
+        self.skip = 0 if found else self.next_skip
+        self.next_skip = 2 if found else min(2 * self.next_skip, LONGEST_BACKOFF)
+
+
+@dataclass(eq=False)
+class Side:
+    """One side of one layer: its inputs z ("forward") or its errors δ ("backward").
+
+    moments:          the running average of what was measured
+    factor:           (Ž+ε)⁻¹ or (D+ε)⁻¹; None: the identity
+    refreshed_at:     the step at which the factor was last computed
+    mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
+    off_white:        ‖UŽUᵀ − I‖ / ‖I‖ of the last batch measured, before it changed the factor
+    damping_units:    (d,) the variances that the damping was relative to; None otherwise
+    interval:         periods between two measurements, by drift; None before the first one
+    failures:         consecutive refreshes that failed
+    """
+
+    name: SideName
+    blocks: Blocks
+    solver: Solver | RootSolver = "exact"
+    backoff: Backoff = field(default_factory=Backoff)
+    moments: Moments | None = None
+    factor: Factor | None = None
+    refreshed_at: int | None = None
+    mean_eigenvalue: float | None = None
+    observations: float = 0.0
+    off_white: float | None = None
+    damping_units: Tensor | None = None
+    interval: int | None = None
+    failures: int = 0
+
+    @property
+    def of_inputs(self) -> bool:
+        """Whether this is the side of the inputs z; otherwise it is that of the errors δ."""
+        return self.name == "forward"
+
+    def update(self, new: Moments, keep: float) -> Moments:
+        """Adds a measurement to the running average, which keeps `keep` of its weight; returns what to factor.
+
+        A measurement that is not finite does not enter the average. It is returned as it is, for its factorisation to
+        report the failure.
+        """
+        dtype = torch.float64 if self.factor is None else self.factor.dtype
+        self.off_white = distance_from_white(self.factor, new.second_in(dtype))
+        if new.finite:
+            if keep and self.moments is not None and (self.moments.mean is None) == (new.mean is None):
+                new = self.moments.average(new, keep)
+            self.moments = new
+            self.mean_eigenvalue = float(new.scatter.diagonal(dim1=-2, dim2=-1).mean()) / new.weight
+        self.observations = new.weight
+        return new
+
+    def drift(self, moments: Moments, damping: Damping) -> float:
+        """How far the factor is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖; infinite without a factor."""
+        if self.factor is None:
+            return float("inf")
+        damped = moments.second_in(self.factor.dtype)
+        diagonal = damped.diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(damping.amounts(diagonal))
+        return distance_from_white(self.factor, damped)
+
+    def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
+        """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
+        found = self._low_rank(moments, damping, like) if self._tries_low_rank(damping) else None
+        return exact_factor(moments, damping, self.blocks, like) if found is None else found
+
+    def _tries_low_rank(self, damping: Damping) -> bool:
+        """Low rank is for one block that is damped alike in all directions, and wide unless the user asked for it."""
+        if self.blocks.lead or damping.relative_to == "variance":
+            return False
+        wide = self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM
+        return self.solver == "low-rank" or (wide and self.backoff.tries())
+
+    def _low_rank(self, moments: Moments, damping: Damping, like: Tensor) -> Factor | None:
+        epsilon = float(damping.amounts(moments.variances)[0])
+        automatic = self.solver == "auto"
+        most = int(LOW_RANK_SHARE * self.blocks.size) if automatic else self.blocks.size - 1
+        second = moments.scatter.to(like, copy=True).div_(moments.weight)
+        start = None if self.factor is None else self.factor.directions
+        found = low_rank(second, epsilon, LOW_RANK_ERROR, most, start)
+        if automatic:
+            self.backoff.record(found is not None)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only."""
+        return {
+            "moments": None if self.moments is None else self.moments.state_dict(),
+            "factor": None if self.factor is None else self.factor.state_dict(),
+            "backoff": asdict(self.backoff),
+            **{key: getattr(self, key) for key in _SAVED},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], like: Tensor) -> None:
+        moments = state["moments"]
+        self.moments = None if moments is None else Moments.of_state(moments, float64_device(like))
+        self.factor = None if state["factor"] is None else factor_of_state(state["factor"], self.blocks, like)
+        self.backoff = Backoff(**state["backoff"])
+        for key in _SAVED:
+            setattr(self, key, state[key])
+        self.off_white = None
+        self.failures = 0
+
+
+_SAVED = ("refreshed_at", "mean_eigenvalue", "observations", "damping_units", "interval")

@@ -1,0 +1,377 @@
+"""The runner: equal starts and batches for all methods, resuming, divergence, progress."""
+
+import csv
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bprong
+from bprong.experiments.data import Dataset, load
+from bprong.experiments.methods import METHODS, Problem, TrainingState, WhiteningSettings
+from bprong.experiments.models import perceptron, with_batch_norm
+from bprong.experiments.progress import Bars, Lines, Progress, _Timer
+from bprong.experiments.records import Row, read_results
+from bprong.experiments.runner import Config, OutError, ResumeError, load_trained, run, train_epoch
+from helpers import assert_close
+
+QUICK = {"forward_every": 10, "backward_every": 10, "backward_offset": 5}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+class Messages(Progress):
+    def __init__(self):
+        self.lines = []
+
+    def message(self, line):
+        self.lines.append(line)
+
+
+def without_seconds(rows):
+    return [(r.method, r.seed, r.epoch, r.step, r.train_loss, r.val_loss, r.val_accuracy) for r in rows]
+
+
+def test_all_methods_start_equal_and_bprong_has_the_lowest_loss_on_digits(digits, tmp_path):
+    rows = run(Config(epochs=3, seeds=2, whitening=QUICK), digits, tmp_path, Progress())
+    assert len(rows) == 6 * 2 * 4
+    assert rows == read_results(tmp_path / "results.csv")
+    first = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 0}
+    for seed in (0, 1):
+        assert first["prong", seed] == pytest.approx(first["sgd", seed], rel=1e-6)
+        assert first["bprong", seed] == pytest.approx(first["sgd", seed], rel=1e-6)
+        assert first["bprong-fast", seed] == first["sgd", seed]
+    assert first["sgd", 0] != first["sgd", 1]
+    last = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 3}
+    assert last["bprong", 0] < last["prong", 0] < last["sgd", 0]
+    assert last["bprong-fast", 0] < last["prong", 0]
+    assert all(r.step == r.epoch * 14 for r in rows)
+    assert all(r.seconds > 0 for r in rows if r.epoch > 0)
+
+
+def test_all_methods_see_the_same_batches_in_the_same_order(digits, tmp_path, monkeypatch):
+    from bprong.experiments import runner
+
+    seen = []
+    original = runner.train_epoch
+
+    def recorded(state, x, y, order, batch, tick=None):
+        if tick is not None:  # the warm-up has none
+            seen.append(order)
+        return original(state, x, y, order, batch)
+
+    monkeypatch.setattr(runner, "train_epoch", recorded)
+    run(Config(methods=("sgd", "bn"), epochs=2), digits, tmp_path, Progress())
+    first, second, third, fourth = seen
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert not torch.equal(first, third)
+    assert sorted(first.tolist()) == list(range(len(digits.x_train)))
+
+
+def test_the_loop_is_plain_gradient_descent(digits):
+    """train_epoch with SGD compared with the update written by hand."""
+    plain, other = (perceptron([64, 10], "relu", seed=1) for _ in range(2))
+    state = METHODS["sgd"].prepare(Problem(plain, 0.1, digits.x_train, digits.y_train, 1, WhiteningSettings()))
+    order = torch.arange(50)
+    assert train_epoch(state, digits.x_train, digits.y_train, order, batch=20) == 2
+    for chosen in (order[:20], order[20:40]):
+        loss = torch.nn.functional.cross_entropy(other(digits.x_train[chosen]), digits.y_train[chosen])
+        grads = torch.autograd.grad(loss, list(other.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(other.parameters(), grads, strict=True):
+                parameter.sub_(gradient, alpha=0.1)
+    assert_close(plain[0].weight, other[0].weight, 1e-6)
+
+
+def test_a_batch_larger_than_the_data_is_one_update(digits):
+    state = METHODS["sgd"].prepare(
+        Problem(perceptron([64, 10], "relu", 0), 0.1, digits.x_train, digits.y_train, 0, WhiteningSettings())
+    )
+    assert train_epoch(state, digits.x_train, digits.y_train, torch.arange(30), batch=100) == 1
+
+
+def test_batch_norm_comes_before_each_activation():
+    kinds = [type(m).__name__ for m in with_batch_norm(perceptron([4, 3, 3, 2], "tanh", 0))]
+    assert kinds == ["Linear", "BatchNorm1d", "Tanh", "Linear", "BatchNorm1d", "Tanh", "Linear"]
+
+
+def test_building_a_perceptron_does_not_advance_the_global_generator():
+    before = torch.random.get_rng_state()
+    a = perceptron([4, 3], "relu", seed=7)
+    b = perceptron([4, 3], "relu", seed=7)
+    assert torch.equal(a[0].weight, b[0].weight)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_diverging_method_is_reported_and_the_others_continue(digits, tmp_path):
+    messages = Messages()
+    wild = {"forward_damping": 1e-8, "backward_damping": 1e-8, **QUICK}
+    rows = run(Config(("sgd", "bprong"), epochs=4, lr=1.0, whitening=wild), digits, tmp_path, messages)
+    bprong_rows = [r for r in rows if r.method == "bprong"]
+    assert not math.isfinite(bprong_rows[-1].train_loss)
+    assert len([r for r in rows if r.method == "sgd"]) == 5
+    assert any("bprong, seed 0: diverged in epoch" in line for line in messages.lines)
+    again = run(Config(("sgd", "bprong"), epochs=4, lr=1.0, whitening=wild), digits, tmp_path, Progress(), resume=True)
+    assert len(again) == len(rows)  # a diverged trial is not taken up again
+
+
+def test_resuming_can_add_epochs_seeds_and_methods(digits, tmp_path):
+    whole = run(Config(("sgd", "bprong"), epochs=3, seeds=2, whitening=QUICK), digits, tmp_path / "whole", Progress())
+    run(Config(("bprong",), epochs=1, whitening=QUICK), digits, tmp_path / "parts", Progress())
+    parts = run(
+        Config(("sgd", "bprong"), epochs=3, seeds=2, whitening=QUICK),
+        digits,
+        tmp_path / "parts",
+        Progress(),
+        resume=True,
+    )
+    assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_the_drop_in_optimizer_resumes_through_a_refresh_bit_for_bit(digits, tmp_path):
+    """Refreshes are 100 steps apart and an epoch has 14 steps: resume before and after the second refresh."""
+    config = Config(("bprong-fast",), epochs=9)
+    whole = run(config, digits, tmp_path / "whole", Progress())
+    for epochs in (2, 8, 9):
+        parts = run(replace(config, epochs=epochs), digits, tmp_path / "parts", Progress(), resume=True)
+    assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_the_drop_in_optimizer_uses_its_defaults_only(digits, tmp_path, monkeypatch):
+    """Neither the paper's settings nor the global seed affect it; changed defaults cannot be resumed."""
+    config = Config(("bprong-fast",), epochs=1)
+    rows = run(config, digits, tmp_path, Progress())
+    torch.manual_seed(77)
+    again = run(replace(config, whitening={"forward_damping": 9.0}), digits, tmp_path / "again", Progress())
+    assert without_seconds(again) == without_seconds(rows)
+    model = perceptron([64, 100, 100, 100, 10], "relu", seed=0)
+    state = TrainingState(model, bprong.BPRONG(model, lr=0.01, options={"seed": 0}))
+    order = torch.randperm(len(digits.x_train), generator=torch.Generator().manual_seed(1))
+    train_epoch(state, digits.x_train, digits.y_train, order, 100)
+    loss = torch.nn.functional.cross_entropy(model.eval()(digits.x_train), digits.y_train)
+    assert float(loss.detach()) == pytest.approx(rows[-1].train_loss, rel=1e-6)
+    later = METHODS["bprong-fast"]
+    monkeypatch.setitem(METHODS, "bprong-fast", replace(later, defaults={**later.defaults, "every": 7}))
+    with pytest.raises(ResumeError, match=r"optimizer.every was (None|\d+), now 7"):
+        run(config, digits, tmp_path, Progress(), resume=True)
+
+
+def test_an_error_of_the_drop_in_optimizer_counts_as_divergence(digits, tmp_path):
+    poisoned = Dataset("some", digits.x_train.clone(), digits.y_train, digits.x_test, digits.y_test)
+    poisoned.x_train[200:] *= 1e30
+    messages = Messages()
+    rows = run(Config(("sgd", "bprong-fast"), epochs=2, lr=1.0), poisoned, tmp_path, messages)
+    assert not math.isfinite(rows[-1].train_loss)
+    assert any("bprong-fast, seed 0: diverged in epoch" in line for line in messages.lines)
+
+
+def test_resuming_with_other_settings_is_refused_and_nothing_is_written(digits, tmp_path):
+    run(Config(("bprong",), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ResumeError, match="lr was 0.01, now 0.02.*forward_every was 10, now 20"):
+        run(
+            Config(("bprong",), 2, lr=0.02, whitening=QUICK | {"forward_every": 20}), digits, tmp_path, Progress(), True
+        )
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_checkpoint_with_the_solver_under_its_former_name_can_be_resumed(digits, tmp_path):
+    run(Config(("prong",), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    path = tmp_path / "checkpoints" / "prong-0.pt"
+    saved = torch.load(path, weights_only=True)
+    saved["identity"]["factorisation"] = saved["identity"].pop("solver")
+    torch.save(saved, path)
+    config = Config(("prong",), epochs=2, whitening=QUICK)
+    assert run(config, digits, tmp_path, Progress(), resume=True)[-1].epoch == 2
+    with pytest.raises(ResumeError, match="solver was eigh, now cholesky"):
+        run(replace(config, whitening=QUICK | {"solver": "cholesky"}), digits, tmp_path, Progress(), resume=True)
+
+
+def test_a_wrong_setting_raises_before_anything_is_written(digits, tmp_path):
+    with pytest.raises(ValueError, match="forward_offset"):
+        run(
+            Config(("prong",), whitening={"forward_every": 5, "forward_offset": 5}),
+            digits,
+            tmp_path / "new",
+            Progress(),
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_statistics_on_a_fixed_sample_are_reproducible(digits, tmp_path):
+    config = Config(("bprong",), epochs=1, whitening=QUICK | {"statistics": 500})
+    a, b = (run(config, digits, tmp_path / name, Progress()) for name in ("a", "b"))
+    assert without_seconds(a) == without_seconds(b)
+
+
+def test_a_trained_network_is_loaded_with_stock_layers(digits, tmp_path):
+    rows = run(Config(("bn", "bprong", "bprong-fast"), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    for method in ("bn", "bprong", "bprong-fast"):
+        model = load_trained(tmp_path / "checkpoints" / f"{method}-0.pt", digits)
+        loss = torch.nn.functional.cross_entropy(model(digits.x_test), digits.y_test)
+        expected = next(r.val_loss for r in rows if r.method == method and r.epoch == 1)
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    other = Dataset("other", digits.x_train + 1, digits.y_train, digits.x_test, digits.y_test)
+    with pytest.raises(ResumeError, match="trained on digits, which differs from the data given, other"):
+        load_trained(tmp_path / "checkpoints" / "bn-0.pt", other)
+    with pytest.raises(ResumeError, match="no such checkpoint"):
+        load_trained(tmp_path / "none.pt", digits)
+
+
+COMMAND = [sys.executable, "-m", "bprong.cli", "reproduce", "--data", "digits", "--epochs", "12",
+           "--methods", "sgd,bn,bprong,bprong-fast", "--forward-every", "10", "--backward-every", "10",
+           "--backward-offset", "5", "--threads", "1"]  # fmt: skip
+
+
+def test_a_run_killed_at_random_moments_resumes_to_the_same_results(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole = subprocess.run(
+        [*COMMAND, "--out", tmp_path / "whole"], env=environment, capture_output=True, timeout=300, check=True
+    )
+    assert b"Report:" in whole.stdout
+    choose = random.Random(5)
+    killed = 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            [*COMMAND, "--out", tmp_path / "killed", "--resume"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        for line in process.stdout:  # wait until it trains, then a little longer, then kill
+            if "epoch" in line:
+                break
+        time.sleep(choose.uniform(0.0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        process.stdout.close()
+    assert killed >= 2
+    subprocess.run(
+        [*COMMAND, "--out", tmp_path / "killed", "--resume"],
+        env=environment,
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+
+    def table(folder):
+        with (folder / "results.csv").open() as file:
+            return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+    assert table(tmp_path / "killed") == table(tmp_path / "whole")
+    assert not list((tmp_path / "killed").rglob("*.tmp"))
+
+
+def some_rows(n):
+    return [Row("bprong", 0, e, 14 * e, 0.5 * e, 1 / (e + 1), 2 / (e + 1), 0.9) for e in range(n)]
+
+
+def test_lines_show_loss_accuracy_speed_and_time_left(capsys):
+    lines = Lines(trials=1)
+    for n in range(1, 4):
+        lines.update("bprong", some_rows(n), 10)
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 3
+    assert out[0] == "BPRONG       seed 0  epoch   0/10  train loss 1        val loss 2        val accuracy 90.00%"
+    assert "BPRONG       seed 0  epoch   2/10  train loss 0.3333" in out[-1]
+    assert "val accuracy 90.00%" in out[-1]
+    assert "28 updates/s" in out[-1]
+    assert out[-1].endswith(" left")
+
+
+def test_the_time_left_is_estimated_from_the_epochs_of_this_process(monkeypatch):
+    """Two networks are resumed at epochs 4 and 6 of 10; each further epoch takes 2 seconds."""
+    clock = iter([0.0, 50.0, 50.0, 52.0, 54.0])
+    monkeypatch.setattr("bprong.experiments.progress.time.perf_counter", lambda: next(clock))
+    timer = _Timer(trials=2)
+    assert timer.time_left("sgd", some_rows(5), 10) == ""
+    assert timer.time_left("bn", some_rows(7), 10) == ""
+    assert timer.time_left("sgd", some_rows(6), 10) == "0:18 left"
+    assert timer.time_left("bn", some_rows(8), 10) == "0:16 left"
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_bars_count_epochs_of_all_seeds(columns):
+    with Bars(trials=2, epochs=10, methods=["bprong"]) as bars:
+        bars._rich.console.width = columns
+        bars.update("bprong", some_rows(4), 10)
+        bars.tick("bprong", 0.5)
+        (task,) = bars._rich.tasks
+        assert task.completed == 3.5
+        assert task.total == 20
+        assert ("updates/s" in task.fields["numbers"]) == (columns > 100)
+
+
+def test_denormals_are_flushed_on_every_thread():
+    code = (
+        "import torch; from bprong.experiments.reproduce import set_up_torch; from bprong.experiments.data import load;"
+        "set_up_torch(2); load('digits'); x = torch.full((4_000_000,), 1e-30) * 1e-10; print(int((x != 0).sum()))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+def test_a_resumed_run_keeps_the_rows_of_other_methods_and_epochs(digits, tmp_path):
+    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, Progress())
+    rows = run(Config(("sgd",), epochs=1), digits, tmp_path, Progress(), resume=True)
+    assert {(r.method, r.epoch) for r in rows} == {(m, e) for m in ("sgd", "bn") for e in range(3)}
+    assert rows == read_results(tmp_path / "results.csv")
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:3000], lambda raw: b"", lambda raw: b"{}"])
+def test_a_damaged_checkpoint_is_named(damage, digits, tmp_path):
+    run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
+    path = tmp_path / "checkpoints" / "sgd-0.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ResumeError, match="sgd-0.pt is not a checkpoint of a run, or is damaged; delete it"):
+        run(Config(("sgd",), epochs=2), digits, tmp_path, Progress(), resume=True)
+
+
+def test_other_data_of_the_same_name_and_size_are_refused(digits, tmp_path):
+    run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
+    other = Dataset(digits.name, digits.x_train.flip(0), digits.y_train, digits.x_test, digits.y_test)
+    with pytest.raises(ResumeError, match="fingerprint was"):
+        run(Config(("sgd",), epochs=2), other, tmp_path, Progress(), resume=True)
+
+
+def test_two_runs_in_one_folder_are_refused(digits, tmp_path):
+    from bprong.experiments import runner
+
+    with runner._locked(tmp_path), pytest.raises(OutError, match="another run is writing to"):
+        run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
+
+
+def test_another_method_trains_first_in_each_epoch(digits, tmp_path):
+    class Order(Progress):
+        def __init__(self):
+            self.seen = []
+
+        def update(self, method, rows, epochs):
+            if rows and rows[-1].epoch > 0:
+                self.seen.append(method)
+
+    order = Order()
+    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, order)
+    assert order.seen == ["bn", "sgd", "sgd", "bn"]
+
+
+@pytest.mark.parametrize(
+    ("config", "y", "message"),
+    [(Config(("bn",), batch=1), None, "at least two examples per batch"), (Config(("sgd",)), 0, "only one class")],
+)
+def test_settings_that_would_fail_later_are_refused_at_once(config, y, message, digits, tmp_path):
+    labels = (digits.y_train, digits.y_test) if y is None else (digits.y_train * 0, digits.y_test * 0)
+    data = Dataset("some", digits.x_train, labels[0], digits.x_test, labels[1])
+    with pytest.raises(ValueError, match=message):
+        run(config, data, tmp_path / "new", Progress())
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,211 @@
+"""Likelihood families: drawn errors and roots both have the Fisher matrix as their second moment."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_of, nontrivial
+from bprong.likelihood.loss import loss_behind
+from helpers import assert_close
+
+ALL = ["categorical", "bernoulli", "gaussian"]
+
+
+def output_of_one(m=3):
+    return torch.tensor([[0.3, -1.2, 0.8, 0.1]], dtype=torch.float64)[:, :m]
+
+
+def exact_fisher(choice, output):
+    """E[∇∇ᵀ] of one target, written down independently."""
+    if choice == "categorical":
+        p = output.softmax(-1)[0]
+        return torch.diag(p) - torch.outer(p, p)
+    p = output.sigmoid()[0]
+    return torch.diag(p * (1 - p)) if choice == "bernoulli" else torch.eye(output.shape[-1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("choice", ALL)
+def test_roots_multiply_to_the_fisher_matrix(choice):
+    output = output_of_one()
+    total = sum(torch.outer(g[0], g[0]) for g in likelihood_of(choice).roots(output))
+    assert_close(total, exact_fisher(choice, output), 1e-14)
+
+
+@pytest.mark.parametrize("choice", ALL)
+def test_sampled_errors_have_the_fisher_matrix_as_second_moment(choice):
+    model = likelihood_of(choice)
+    n = 200_000
+    output = output_of_one().expand(n, -1).clone().requires_grad_()
+    y = model.sample(output)
+    (g,) = torch.autograd.grad(model.total_nll(output, y), output)
+    assert_close(g.T @ g / n, exact_fisher(choice, output_of_one()), 0.02)  # 1/√n ≈ 0.002 per entry
+    assert_close(g.mean(0), torch.zeros(3), 0.02)
+
+
+@pytest.mark.parametrize("choice", ALL)
+def test_nll_is_torchs_own_loss_per_target(choice):
+    model = likelihood_of(choice)
+    output = torch.randn(5, 3, dtype=torch.float64)
+    y = model.sample(output)
+    expected = {
+        "categorical": lambda: F.cross_entropy(output, y, reduction="none"),
+        "bernoulli": lambda: F.binary_cross_entropy_with_logits(output, y.double(), reduction="none").sum(-1),
+        "gaussian": lambda: F.mse_loss(output, y, reduction="none").sum(-1) / 2,
+    }[choice]()
+    assert_close(model.nll(output, y), expected, 1e-14)
+    model.check_targets(output, y)
+
+
+def test_sequences_have_a_target_at_every_position_and_roots_one_at_a_time():
+    output = torch.randn(2, 4, 3, dtype=torch.float64)  # batch, time, classes
+    model = Categorical()
+    assert model.targets(output) == 8
+    assert model.sample(output).shape == (2, 4)
+    roots = list(model.roots(output))
+    assert len(roots) == 4 * 3
+    for g in roots:
+        assert (g.abs().sum(-1) > 0).sum(dim=1).tolist() == [1, 1]
+    p = output.softmax(-1)
+    fisher = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    assert_close(sum(g[..., :, None] * g[..., None, :] for g in roots), fisher, 1e-14)
+
+
+@pytest.mark.parametrize("model", [Bernoulli(), Gaussian()])
+def test_one_output_per_example_may_be_flat(model):
+    output = torch.randn(6, dtype=torch.float64)
+    assert model.targets(output) == 6
+    assert model.nll(output, model.sample(output)).shape == (6,)
+    (root,) = model.roots(output)
+    (column,) = (g for g in model.roots(output[:, None]))
+    assert_close(root, column[:, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "output", "message"),
+    [
+        ("categorical", torch.zeros(4), "at least two classes"),
+        ("categorical", torch.zeros(4, 1), "use bernoulli"),
+        ("categorical", torch.zeros(4, 3, dtype=torch.long), "floating-point"),
+        ("categorical", torch.zeros(2, 10, 4, 4), "two or three dimensions"),
+        ("gaussian", torch.zeros(0, 3), "non-empty"),
+        ("bernoulli", torch.tensor(1.0), "one row per target"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_refused(choice, output, message):
+    with pytest.raises(ValueError, match=message):
+        likelihood_of(choice).check(output)
+
+
+@pytest.mark.parametrize(
+    ("choice", "y", "message"),
+    [
+        ("categorical", torch.zeros(4), "class indices of shape"),
+        ("categorical", torch.zeros(4, 3, dtype=torch.long), "class indices of shape"),
+        ("categorical", torch.tensor([0, 1, 2, 3]), r"0 … 2; these lie in 0 … 3"),
+        ("bernoulli", torch.zeros(4), "shaped like the output"),
+        ("bernoulli", torch.full((4, 3), 2.0), "must lie in 0 … 1"),
+        ("gaussian", torch.zeros(3, 4), "shaped like the output"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(choice, y, message):
+    with pytest.raises(ValueError, match=message):
+        likelihood_of(choice).check_targets(torch.zeros(4, 3), y)
+
+
+def test_categorical_nll_takes_distributions_over_classes():
+    output = torch.randn(2, 4, 3, dtype=torch.float64)
+    q = torch.randn(2, 4, 3, dtype=torch.float64).softmax(-1)
+    assert_close(Categorical().nll(output, q), -(q * output.log_softmax(-1)).sum(-1).flatten(), 1e-14)
+
+
+# What lr="auto" asks of a family --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ALL)
+def test_nll_is_nonnegative_and_takes_float64_as_declared(choice):
+    model = likelihood_of(choice)
+    assert model.nonnegative
+    assert model.takes_float64
+    output = torch.randn(50, 3)
+    values = model.nll(output.double(), model.sample(output))
+    assert values.dtype is torch.float64
+    assert values.min() >= 0
+
+
+@pytest.mark.parametrize("choice", ALL)
+def test_the_gradient_determines_the_scale_as_declared(choice):
+    """With known targets of another loss, families that declare it look for other targets; a Gaussian gives up."""
+    model = likelihood_of(choice)
+    output = torch.randn(20, 3, dtype=torch.float64)
+    y = model.sample(output).roll(1, 0)
+    other = y.roll(1, 0)
+    leaf = output.clone().requires_grad_()
+    value = 0.37 * model.total_nll(leaf, other)
+    (G,) = torch.autograd.grad(value, leaf)
+    found = loss_behind(model, output, G, y=y, value=value.detach())
+    assert model.scale_in_gradient == (found is not None)
+    if found is not None:
+        assert found.scale == pytest.approx(0.37)
+        assert_close(found.y.double(), other.double(), 1e-9)
+
+
+def test_a_users_own_likelihood_declares_nothing():
+    own = Poisson()
+    assert not any((own.nonnegative, own.takes_float64, own.scale_in_gradient))
+    assert own.loss_varies_by > Gaussian().loss_varies_by > 1
+    assert own.not_ignored(torch.zeros(4, 2)) is None
+    assert loss_behind(own, torch.zeros(4, 2), torch.ones(4, 2), value=1.0) is None
+
+
+def test_a_mask_is_kept_if_it_selects_some_targets_but_not_all():
+    mask = torch.tensor([True, False])
+    assert nontrivial(mask) is mask
+    assert nontrivial(mask | True) is None
+    assert nontrivial(mask & False) is None
+    assert nontrivial(None) is None
+
+
+# A user's own likelihood ----------------------------------------------------------------------------------------------
+
+
+class Poisson(Likelihood):
+    def nll(self, output, y):
+        return (output.exp() - y * output).sum(-1)
+
+    def sample(self, output):
+        return torch.poisson(output.detach().exp())
+
+
+def test_a_users_own_likelihood():
+    model = likelihood_of(Poisson())
+    output = torch.zeros(50_000, 2, dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(model.total_nll(output, model.sample(output)), output)
+    assert_close(g.T @ g / len(g), torch.eye(2), 0.05)  # a Poisson's Fisher information by its log rate is the rate
+    with pytest.raises(TypeError, match=r"Poisson defines no roots\(\)"):
+        model.roots(output)
+    with pytest.raises(ValueError, match="3 targets were given for a batch of 50000"):
+        model.check_targets(output, torch.zeros(3, 2))
+
+
+def test_a_reduced_loss_of_a_users_own_is_refused():
+    class Averaged(Poisson):
+        def nll(self, output, y):
+            return super().nll(output, y).mean()
+
+    with pytest.raises(ValueError, match="leave out the sum or mean"):
+        Averaged().total_nll(torch.zeros(4, 2), torch.zeros(4, 2))
+
+
+def test_the_error_for_an_unknown_likelihood_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'categorical', 'bernoulli', 'gaussian'.*not 'softmax'"):
+        likelihood_of("softmax")
+
+
+@pytest.mark.parametrize("model", [Bernoulli(), Gaussian()])
+def test_an_image_is_one_target(model):
+    output = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+    y = model.sample(output)
+    flat = output.flatten(1)
+    assert model.targets(output) == model.targets(flat) == 2
+    assert_close(model.nll(output, y), model.nll(flat, y.flatten(1)), 1e-14)
+    assert len(list(model.roots(output))) == 12

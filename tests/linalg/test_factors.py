@@ -1,0 +1,285 @@
+"""Factors: every form multiplies as the matrix it stands for; the low-rank form keeps the error it states."""
+
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from bprong.linalg import factors
+from bprong.linalg.blocks import Blocks
+from bprong.linalg.damped_inverse import Damping, inverse
+from bprong.linalg.factors import (
+    Dense,
+    Diagonal,
+    LowRank,
+    distance_from_white,
+    exact_factor,
+    factor_of_state,
+    low_rank,
+    shape_of_state,
+)
+from bprong.linalg.moments import Moments
+from helpers import assert_close, spd
+
+f64 = torch.float64
+SIDES = {
+    "one block": Blocks(6),
+    "groups": Blocks(3, groups=2),
+    "blocks": Blocks(2, 3),
+    "blocks of groups": Blocks(2, 2, groups=2),
+    "channels": Blocks(3, positions=2),
+    "channels of groups": Blocks(3, groups=2, positions=2),
+    "blocks of channels": Blocks(2, 2, groups=2, positions=3),
+    "diagonal": Blocks(1, 6),
+    "diagonal of groups": Blocks(1, 3, groups=2),
+    "one feature in each group": Blocks(1, groups=4),
+    "diagonal of channels": Blocks(1, 3, groups=2, positions=2),
+}
+LOW_RANK = "low rank"
+FORMS = pytest.mark.parametrize("form", [*SIDES, LOW_RANK])
+
+
+def moments(blocks, seed=0, weight=7.0):
+    """Moments of a side, each of its blocks with a spectrum of its own."""
+    count = max(blocks.lead, 1)
+    seconds = torch.stack([(i + 1) * spd(blocks.size, seed + i) for i in range(count)])
+    return Moments(weight, None, weight * (seconds if blocks.lead else seconds[0]))
+
+
+def made(form):
+    """A factor of this form, and the blocks of its side."""
+    if form == LOW_RANK:
+        return LowRank(0.3 * torch.randn(6, 2, dtype=f64), 0.7), Blocks(6)
+    blocks = SIDES[form]
+    return exact_factor(moments(blocks), Damping(0.1), blocks, torch.empty(0, dtype=f64)), blocks
+
+
+def inverse_of(factor):
+    """The inverse that a factor stands for, in the shape of the second moment."""
+    if isinstance(factor, LowRank):
+        return torch.eye(6, dtype=f64) / factor.s - factor.B @ factor.B.T
+    return factor.inverse
+
+
+def explicit(factor, blocks):
+    """The block-diagonal matrix of each group, (groups, features, features)."""
+    split = inverse_of(factor).reshape(blocks.groups, blocks.count, blocks.size, blocks.size)
+    positions = torch.eye(blocks.positions, dtype=f64)
+    return torch.stack([torch.kron(torch.block_diag(*group), positions) for group in split])
+
+
+def matrix(blocks, *shape):
+    """Random numbers of this shape, for each group if there are several."""
+    lead = (blocks.groups,) if blocks.groups > 1 else ()
+    return torch.randn(*lead, *shape, dtype=f64)
+
+
+@FORMS
+def test_products_from_both_sides_are_those_of_the_explicit_matrix(form):
+    factor, blocks = made(form)
+    expected = explicit(factor, blocks)
+    expected = expected if blocks.groups > 1 else expected[0]
+    right = matrix(blocks, 4, blocks.features)
+    left = matrix(blocks, blocks.features, 4)
+    vector = matrix(blocks, blocks.features)
+    before = [m.clone() for m in (right, left, vector)]
+    assert_close(factor.right(right), right @ expected, 1e-13, "right")
+    assert_close(factor.left(left), expected @ left, 1e-13, "left")
+    assert_close(factor.left(vector), (expected @ vector.unsqueeze(-1)).squeeze(-1), 1e-13, "vector")
+    assert all(torch.equal(a, b) for a, b in zip(before, (right, left, vector), strict=True)), "M was changed"
+    assert_close(factor.right(right.clone(), overwrite=True), right @ expected, 1e-13, "overwritten")
+
+
+@FORMS
+def test_the_root_squared_is_the_inverse(form):
+    factor, blocks = made(form)
+    if form == LOW_RANK:  # a factor of damped moments is positive definite; this one is made so
+        factor = low_rank(decaying(6, 2.0), 0.5, 0.9, most=5)
+        assert factor is not None
+    root = factor.root()
+    assert root.shape == blocks.shape
+    assert_close(root.mT @ root, inverse_of(factor), 1e-12)
+
+
+@FORMS
+def test_second_moments_are_multiplied_block_by_block(form):
+    factor, blocks = made(form)
+    second = moments(blocks, seed=5).second
+    assert_close(factor.moments_left(second), inverse_of(factor) @ second, 1e-13)
+
+
+@FORMS
+def test_the_state_restores_the_factor(form):
+    factor, blocks = made(form)
+    file = io.BytesIO()
+    torch.save(factor.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert shape_of_state(state) == blocks.shape
+    restored = factor_of_state(state, blocks, torch.empty(0, dtype=f64))
+    assert type(restored) is type(factor)
+    assert restored.cost == factor.cost
+    assert str(restored) == str(factor)
+    M = matrix(blocks, 3, blocks.features)
+    assert torch.equal(restored.right(M), factor.right(M))
+    assert factor_of_state(state, blocks, torch.empty(0)).dtype is torch.float32
+
+
+@FORMS
+def test_the_cost_is_the_number_of_operations_for_each_entry(form):
+    factor, blocks = made(form)
+    M = matrix(blocks, 4, blocks.features)
+    with FlopCounterMode(display=False) as counter:
+        factor.right(M)
+    if isinstance(factor, Diagonal):
+        assert counter.get_total_flops() == 0, "products by elements, which the counter does not see"
+        assert factor.cost == 2
+    else:
+        assert counter.get_total_flops() == factor.cost * M.numel()
+
+
+def test_a_slice_of_a_groups_inverses_is_saved_alone():
+    several = torch.stack([spd(5, i) for i in range(50)])
+    file = io.BytesIO()
+    torch.save(Dense(several[3], Blocks(5)).state_dict(), file)
+    assert file.tell() < several.nbytes / 2
+
+
+@pytest.mark.parametrize("form", SIDES)
+@pytest.mark.parametrize("damping", [Damping(0.1), Damping(0.1, "mean"), Damping(0.1, "variance")])
+def test_the_exact_factor_is_the_damped_inverse_in_the_form_of_the_side(form, damping):
+    blocks = SIDES[form]
+    found = exact_factor(moments(blocks), damping, blocks, torch.empty(0))
+    assert isinstance(found, Diagonal) == (blocks.size == 1)
+    assert found.dtype is torch.float32
+    assert str(found) == "exact"
+    assert_close(found.inverse, inverse(moments(blocks).second, damping), 1e-4)
+
+
+@FORMS
+def test_the_distance_from_white_is_that_of_whitened_moments(form):
+    """‖U Ž Uᵀ − I‖ / ‖I‖ over all blocks, whatever the root U."""
+    factor, blocks = made(form)
+    if form == LOW_RANK:
+        factor = low_rank(decaying(6, 2.0), 0.5, 0.9, most=5)
+    second = moments(blocks, seed=3).second
+    U = factor.root()
+    off = U @ second @ U.mT - torch.eye(blocks.size, dtype=f64)
+    size = (max(blocks.lead, 1) * blocks.size) ** 0.5
+    assert distance_from_white(factor, second) == pytest.approx(float(off.norm()) / size, rel=1e-9)
+
+
+def test_the_distance_from_white_without_a_factor_is_that_of_the_moments():
+    second = spd(5)
+    expected = float((second - torch.eye(5, dtype=f64)).norm()) / 5**0.5
+    assert distance_from_white(None, second) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("d", [100, 400])
+def test_the_distance_of_wide_sides_is_estimated_well(d):
+    """Up to 128 features it is computed exactly, beyond that from random vectors."""
+    second = spd(d, 0)
+    identity = torch.eye(d, dtype=f64)
+    other = torch.linalg.inv(spd(d, 1) + 0.1 * identity)
+    exact = float(torch.linalg.matrix_power(other @ second - identity, 2).trace() / d) ** 0.5
+    found = distance_from_white(Dense(other, Blocks(d)), second)
+    assert found == pytest.approx(exact, rel=1e-6 if d <= 128 else 0.1)
+
+
+# Low rank -------------------------------------------------------------------------------------------------------------
+
+
+def decaying(d, power, seed=0, scale=10.0):
+    """A second moment whose k-th eigenvalue is scale · k^−power."""
+    generator = torch.Generator().manual_seed(seed)
+    Q, _ = torch.linalg.qr(torch.randn(d, d, dtype=f64, generator=generator))
+    return (Q * (scale * torch.arange(1, d + 1, dtype=f64) ** -power)) @ Q.T
+
+
+def true_error(found, second, epsilon):
+    """‖(Ž+ε)^½ M (Ž+ε)^½ − I‖."""
+    identity = torch.eye(len(second), dtype=f64)
+    values, P = torch.linalg.eigh(second + epsilon * identity)
+    root = (P * values.sqrt()) @ P.T
+    M = found.right(identity.to(found.dtype)).double()
+    return float(torch.linalg.matrix_norm(root @ M @ root - identity, 2))
+
+
+def rank(found):
+    return found.B.shape[1]
+
+
+@given(
+    power=st.floats(1.0, 3.0), epsilon=st.floats(0.01, 1.0), tolerance=st.sampled_from([0.05, 0.1, 0.3]),
+    seed=st.integers(0, 5), single=st.booleans(),
+)  # fmt: skip
+def test_the_true_error_is_at_most_the_stated_one(power, epsilon, tolerance, seed, single):
+    second = decaying(120, power, seed)
+    found = low_rank(second.float() if single else second, epsilon, tolerance, most=110)
+    if found is not None:
+        assert found.error <= tolerance
+        assert true_error(found, second, epsilon) <= found.error + 1e-4
+        assert rank(found) <= 110
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 0.3])
+def test_a_direction_is_within_the_error_of_the_exact_one(tolerance):
+    second = decaying(200, 1.5)
+    epsilon = 0.1
+    found = low_rank(second, epsilon, tolerance, most=150)
+    damped = second + epsilon * torch.eye(200, dtype=f64)
+    worst = 0.0
+    for seed in range(20):
+        g = torch.randn(3, 200, dtype=f64, generator=torch.Generator().manual_seed(seed))
+        exact = g @ inverse(second, epsilon)
+        off = found.right(g) - exact
+        worst = max(worst, float(((off @ damped) * off).sum() / ((exact @ damped) * exact).sum()) ** 0.5)
+    assert 0 < worst <= found.error
+
+
+def test_the_rank_falls_as_the_tolerance_or_the_damping_rises():
+    second = decaying(200, 2.0)
+    ranks = [rank(low_rank(second, 0.1, tolerance, most=190)) for tolerance in (0.03, 0.1, 0.3)]
+    assert ranks == sorted(ranks, reverse=True)
+    assert ranks[0] > ranks[-1]
+    assert rank(low_rank(second, 1.0, 0.1, most=190)) < ranks[1]
+
+
+def test_the_previous_factor_is_a_good_start():
+    """From its directions two rounds reach what takes four rounds, and more directions, from random ones."""
+    before = decaying(200, 1.5)
+    after = before + 0.02 * decaying(200, 1.5, seed=1)
+    start = low_rank(before, 0.1, 0.2, most=150)
+    warm = low_rank(after, 0.1, 0.2, most=150, start=start.B)
+    assert true_error(warm, after, 0.1) <= warm.error <= 0.2
+
+
+def test_a_flat_spectrum_has_no_low_rank_factor():
+    second = torch.eye(300, dtype=f64) + decaying(300, 0.1)
+    assert low_rank(second, 0.01, 0.1, most=100) is None
+
+
+def test_a_flat_spectrum_is_given_up_after_one_subspace_iteration(monkeypatch):
+    iterations = []
+    leading = factors._leading
+    monkeypatch.setattr(factors, "_leading", lambda *arguments: iterations.append(1) or leading(*arguments))
+    assert low_rank(torch.eye(600, dtype=f64), 0.1, 0.3, most=150) is None
+    assert len(iterations) == 1
+
+
+def test_without_damping_there_is_no_low_rank_factor():
+    assert low_rank(decaying(100, 2.0), 0.0, 0.3, most=90) is None
+
+
+def test_nothing_is_drawn_from_the_users_random_stream():
+    before = torch.random.get_rng_state()
+    first, second = (low_rank(decaying(100, 1.5), 0.1, 0.2, most=90) for _ in range(2))
+    assert torch.equal(first.B, second.B)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_low_rank_factor_names_its_rank():
+    assert str(LowRank(torch.zeros(6, 2), 0.7)) == "rank 2 of"

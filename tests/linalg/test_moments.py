@@ -1,0 +1,190 @@
+"""Moments: exact for any split into batches, mergeable, in float64, per example."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bprong.linalg.blocks import Blocks
+from bprong.linalg.moments import (
+    Moments,
+    block_rows,
+    count_moments,
+    error_moments,
+    feature_means,
+    float64_copy,
+    input_moments,
+)
+from helpers import assert_close
+
+sizes = st.integers(min_value=1, max_value=12)
+
+
+def rows(n, d, seed=0, offset=0.0):
+    return torch.randn(n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + offset
+
+
+@given(n=sizes, m=sizes, d=sizes, offset=st.sampled_from([0.0, 3.0, 1e6]), centre=st.booleans())
+def test_merging_two_halves_equals_the_whole(n, m, d, offset, centre):
+    z = rows(n + m, d, offset=offset)
+    whole = input_moments(z, centre)
+    merged = input_moments(z[:n], centre).merge(input_moments(z[n:], centre))
+    assert merged.weight == whole.weight == n + m
+    # The scatter's rounding is relative to the size of the rows about the mean (or of the rows themselves, uncentred).
+    scale = float((z - z.mean(0) if centre else z).square().sum()) + float(z.abs().max()) * 1e-9
+    assert float((merged.scatter - whole.scatter).norm()) <= 1e-9 * scale
+    if centre:
+        assert_close(merged.mean, whole.mean, 1e-14)
+
+
+@given(n=sizes, d=sizes)
+def test_moments_are_the_textbook_formulas(n, d):
+    z = rows(n, d, offset=2.0)
+    m = input_moments(z)
+    assert_close(m.mean, z.mean(0), 1e-14)
+    centred = z - z.mean(0)
+    expected = centred.T @ centred / n if n > 1 else torch.zeros(d, d)
+    assert_close(m.second, expected, 1e-12 if n > 1 else 0)
+    assert_close(m.variances, m.second.diagonal(), 1e-15)
+    assert_close(input_moments(z, centre=False).second, z.T @ z / n, 1e-14)
+    assert input_moments(z, centre=False).mean is None
+
+
+def test_leading_dimensions_average_for_z_and_sum_for_delta():
+    values = rows(24, 3).view(4, 3, 2, 3)  # batch, time, heads, features
+    flat = values.reshape(-1, 3)
+    assert_close(input_moments(values).second, input_moments(flat).second, 1e-14)
+    # four targets drawn (one per example): D sums over positions; twenty-four drawn: it is the mean over rows
+    assert_close(error_moments(values, 4).second, flat.T @ flat / 4, 1e-14)
+    assert_close(error_moments(values, 24).second, flat.T @ flat / 24, 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_moments_are_summed_in_float64_for_every_dtype(dtype):
+    z = (rows(1000, 4) + 100).to(dtype)
+    m = input_moments(z)
+    assert m.scatter.dtype is torch.float64
+    assert_close(m.second, torch.cov(z.double().T, correction=0), 1e-12)  # no rounding beyond that of the values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_second_moment_in_another_precision_is_a_copy(dtype):
+    m = input_moments(rows(20, 4))
+    before = m.scatter.clone()
+    found = m.second_in(dtype)
+    assert found.dtype is dtype
+    assert_close(found, m.second, 1e-6 if dtype is torch.float32 else 1e-15)
+    found.zero_()
+    assert torch.equal(m.scatter, before)
+
+
+@given(n=sizes, m=sizes, value=st.floats(-1e6, 1e6))
+def test_the_variance_of_a_constant_feature_is_exactly_zero(n, m, value):
+    halves = [torch.cat([torch.full((k, 1), value), torch.rand(k, 1)], dim=1) for k in (n, m)]
+    both = input_moments(halves[0]).merge(input_moments(halves[1]))
+    assert both.scatter[0].tolist() == [0.0, 0.0]
+
+
+def test_a_running_average_is_the_weighted_mean_without_bias():
+    batches = [rows(7, 3, seed=s, offset=s) for s in range(5)]
+    keep = 0.7
+    average = input_moments(batches[0])
+    for z in batches[1:]:
+        average = average.average(input_moments(z), keep)
+    weights = torch.tensor([keep ** (4 - s) for s in range(5)], dtype=torch.float64)
+    weights /= weights.sum()
+    mean = sum(w * z.mean(0) for w, z in zip(weights, batches, strict=True))
+    second = sum(w * (z - mean).T @ (z - mean) / len(z) for w, z in zip(weights, batches, strict=True))
+    assert_close(average.mean, mean, 1e-13)
+    assert_close(average.second, second, 1e-13)
+
+
+def test_overlaid_errors_add_under_one_weight():
+    a = rows(6, 3, seed=1)
+    b = rows(6, 3, seed=2)
+    both = error_moments(a, 6).overlay(error_moments(b, 6))
+    assert_close(both.second, (a.T @ a + b.T @ b) / 6, 1e-14)
+    with pytest.raises(ValueError, match="weight 6 and .*weight 7"):
+        error_moments(a, 6).overlay(error_moments(b, 7))
+
+
+def test_moments_that_do_not_match_are_not_merged():
+    with pytest.raises(ValueError, match="3 centred coordinates.*3 uncentred"):
+        input_moments(rows(2, 3)).merge(input_moments(rows(2, 3), centre=False))
+    with pytest.raises(ValueError, match="3 centred.*4 centred"):
+        input_moments(rows(2, 3)).merge(input_moments(rows(2, 4)))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), ()])
+def test_an_empty_batch_is_refused(shape):
+    with pytest.raises(ValueError, match="at least one row"):
+        input_moments(torch.zeros(shape))
+
+
+def test_rows_that_are_not_finite_are_noticed():
+    z = rows(5, 3)
+    assert input_moments(z).finite
+    z[2, 1] = float("inf")
+    assert not input_moments(z).finite
+    assert not input_moments(z, centre=False).finite
+
+
+def test_moments_whose_sum_overflows_are_finite():
+    """Finiteness is tested by the sum, which can overflow where no entry does."""
+    huge = torch.full((2, 2), 1e308, dtype=torch.float64)
+    assert not torch.isfinite(huge.sum())
+    assert Moments(1.0, None, huge).finite
+
+
+def test_moments_do_not_share_memory_with_the_rows():
+    z = rows(5, 3)
+    before = z.clone()
+    m = input_moments(z)
+    z.mul_(2)
+    assert_close(m.mean, before.mean(0), 1e-14)
+    assert float64_copy(z).data_ptr() != z.data_ptr()
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_the_state_restores_the_moments(centre):
+    m = input_moments(rows(5, 3), centre)
+    found = Moments.of_state(m.state_dict(), torch.device("cpu"))
+    assert found.weight == m.weight
+    assert torch.equal(found.scatter, m.scatter)
+    assert (found.mean is None) == (not centre)
+    assert not centre or torch.equal(found.mean, m.mean)
+
+
+# Sides in blocks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_moments_of_blocks_are_the_diagonal_blocks_of_the_whole():
+    z = rows(40, 6, offset=1.0)
+    whole = input_moments(z)
+    blocks = Blocks(2, 3)
+    split = input_moments(block_rows(z.unsqueeze(1), blocks), blocks=blocks.lead)
+    for i in range(3):
+        part = slice(2 * i, 2 * i + 2)
+        assert_close(split.second[i], whole.second[part, part], 1e-13)
+    assert_close(feature_means(split.mean, blocks), whole.mean, 1e-14)
+
+
+def test_positions_count_as_rows_of_their_channels():
+    """Two groups of three channels, each seen at four positions: features are ordered (group, channel, position)."""
+    values = rows(10, 24).view(10, 2, 12)
+    blocks = Blocks(3, groups=2, positions=4)
+    split = input_moments(block_rows(values, blocks), blocks=blocks.lead)
+    assert split.weight == 40
+    channels = values.view(10, 2, 3, 4).permute(1, 0, 3, 2).reshape(2, 40, 3)
+    for group in range(2):
+        assert_close(split.second[group], input_moments(channels[group]).second, 1e-13)
+    means = channels.mean(1).repeat_interleave(4, dim=1)
+    assert_close(feature_means(split.mean, blocks), means, 1e-13)
+
+
+def test_counted_indices_are_the_moments_of_one_hot_rows():
+    indices = torch.tensor([[0, 2, 2], [1, 2, 0]])
+    found = count_moments(indices, 4)
+    one_hot = torch.nn.functional.one_hot(indices.flatten(), 4).double()
+    assert found.weight == 6
+    assert_close(found.second.flatten(), (one_hot.T @ one_hot / 6).diagonal(), 1e-15)

@@ -1,0 +1,276 @@
+"""lr="auto" against the mathematics: each step minimises the quadratic model, whatever the scale of the loss."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bprong
+from automatic import bound
+from bprong.audit import fisher_factors, fisher_matrices
+from bprong.capture.batches import without_listening
+from bprong.linalg.quadratic import minimiser
+from bprong.optim.auto.evaluation import is_badly_scaled
+from bprong.optim.auto.settings import SETTINGS
+from helpers import assert_close, classification, mlp, snapshot
+from training import EXACT, assert_same_path, batches
+
+RIDGE = 1e-6  # the minimiser's own
+LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
+LOSSES = {
+    "categorical": F.cross_entropy,
+    "bernoulli": lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(-1).mean(),
+    "gaussian": lambda f, y: ((f - y) ** 2 / 2).sum(-1).mean(),
+}
+
+
+def problem(likelihood, n=60, soft=False):
+    """A small network, x and y; the losses of `LOSSES` are their mean −log p."""
+    x, y = classification(n, 5, 3)
+    if likelihood == "bernoulli":
+        y = (x @ torch.randn(5, 3, dtype=x.dtype) + torch.randn(n, 3, dtype=x.dtype)).div(4).sigmoid()
+        y = y if soft else y.round()
+    if likelihood == "gaussian":
+        y = torch.tanh(x @ torch.randn(5, 3, dtype=x.dtype)) + 0.1 * torch.randn(n, 3, dtype=x.dtype)
+    torch.manual_seed(1)
+    return mlp(5, 4, 3), x, y
+
+
+def auto(model, likelihood="categorical", **arguments):
+    options = EXACT | arguments.pop("options", {})
+    return bprong.BPRONG(
+        model, lr="auto", likelihood=likelihood, every=arguments.pop("every", 3), options=options, **arguments
+    )
+
+
+def run(model, optimizer, data, loss):
+    for x, y in data:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return snapshot(model)
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+def vector(model, of):
+    """A vector over the parameters in the order of `fisher_matrices`: of each layer (b, W) by columns."""
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    return torch.cat([torch.cat([of(m.bias)[None], of(m.weight).T]).flatten() for m in layers])
+
+
+def whitened(model, gradients, x, likelihood, lam):
+    """Δ by explicit inverses of each layer's Ž + ε₁ and D + ε₂.
+
+    ε₁ε₂ = λ, ε₁ and ε₂ are in the proportion of the mean eigenvalues of Ž and D, and few observations add to both.
+    """
+    parts = []
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    for layer, found in zip(layers, fisher_factors(model, x, likelihood), strict=True):
+        z = found.z_bar[:, 0, 1:]
+        c = z.mean(dim=0)
+        n = len(z)
+        Z = (z - c).T @ (z - c) / n
+        D = torch.einsum("knro,knrp->op", found.delta, found.delta) / found.targets
+        mean_z = float(Z.trace()) / len(Z)
+        mean_d = float(D.trace()) / len(D)
+        e_1 = math.sqrt(lam * mean_z / mean_d) + SETTINGS.sampling_damping * mean_z * len(Z) / n
+        e_2 = math.sqrt(lam * mean_d / mean_z) + SETTINGS.sampling_damping * mean_d * len(D) / n
+        RR, UU = (torch.linalg.inv(m + e * torch.eye(len(m), dtype=m.dtype)) for m, e in ((D, e_2), (Z, e_1)))
+        g_b = gradients[layer.bias]
+        d_W = -RR @ (gradients[layer.weight] - torch.outer(g_b, c)) @ UU
+        parts.append(torch.cat([(-RR @ g_b - d_W @ c)[None], d_W.T]).flatten())
+    return torch.cat(parts)
+
+
+def gradients_of(model, x, y, likelihood, decay=0.0):
+    with without_listening():
+        loss = LOSSES[likelihood](model(x), y)
+    penalty = sum(decay / 2 * p.square().sum() for p in model.parameters())
+    return float(loss.detach()), dict(
+        zip(model.parameters(), torch.autograd.grad(loss + penalty, list(model.parameters())), strict=True)
+    )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_first_two_steps_minimise_the_quadratic_model(likelihood, decay):
+    """½dᵀ(F + λ + decay)d + gᵀd with the explicit Fisher matrix; the first along Δ alone, the second along Δ and Δ₀.
+
+    The slope along Δ counts s times, s from what the first step promised and the second batch confirmed. The first step
+    may go a part of the bound, the second twice that.
+    """
+    model, x, y = problem(likelihood)
+    optimizer = auto(model, likelihood, every=1, weight_decay=decay)
+    keep = SETTINGS.keep_slopes
+    last = None
+    lam = SETTINGS.initial_lambda
+    trust = 1.0
+    slope = 0.0
+    slope_change = 0.0
+    delta = None
+    averaged = None
+    for step in range(2):
+        loss, gradients = gradients_of(model, x, y, likelihood, decay)
+        averaged = loss if averaged is None else SETTINGS.keep_loss * averaged + (1 - SETTINGS.keep_loss) * loss
+        g = vector(model, gradients.__getitem__)
+        if step == 1:
+            confirmed = keep + (1 - keep) * (slope_change - float(g @ delta))
+            trust = min(1.0, confirmed / (keep - (1 - keep) * slope))
+        F_ = fisher_matrices(fisher_factors(model, x, likelihood))["exact"]
+        delta = whitened(model, gradients, x, likelihood, lam)
+        d = torch.stack([delta] if last is None else [delta, last])
+        slopes = d @ g
+        slope = float(slopes[0])
+        slopes[0] *= trust
+        most = [math.inf, SETTINGS.highest_momentum][: len(d)]
+        c = minimiser(d @ F_ @ d.T + (lam + decay) * d @ d.T, slopes, most)
+        length = float(c @ d @ F_ @ d.T @ c) / 2
+        c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.first_step * 2**step / length))
+        slope_change = float(delta @ F_ @ (c @ d) + decay * delta @ (c @ d))
+        before = vector(model, lambda p: p.detach().clone())
+        run(model, optimizer, [(x, y)], LOSSES[likelihood])
+        last = vector(model, lambda p: p.detach()) - before
+        assert_close(last, c @ d, 10 * RIDGE, f"step {step}")
+        lam = optimizer.report().rule["lambda"]
+
+
+# The user's loss ------------------------------------------------------------------------------------------------------
+
+MULTIPLES = {
+    "sum": lambda loss: lambda f, y: loss(f, y) * len(f),
+    "7.3": lambda loss: lambda f, y: loss(f, y) * 7.3,
+    "mean of elements": lambda loss: lambda f, y: loss(f, y) / f.shape[-1],
+}
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
+@pytest.mark.parametrize("kind", [*LIKELIHOODS, "soft bits"])
+def test_the_scale_of_the_loss_does_not_matter(kind, multiple):
+    """For thirty steps with a smaller last batch in each epoch. κ is known to rounding, which steps amplify."""
+    likelihood = "bernoulli" if kind == "soft bits" else kind
+    model, x, y = problem(likelihood, n=54, soft=kind == "soft bits")
+    data = [(x[i : i + 20], y[i : i + 20]) for _ in range(10) for i in (0, 20, 40)]
+    other = copy.deepcopy(model)
+    expected = run(model, auto(model, likelihood), data, LOSSES[likelihood])
+    scaled = MULTIPLES[multiple](LOSSES[likelihood])
+    assert_same_path(run(other, auto(other, likelihood), data, scaled), expected, 1e-6)
+
+
+def test_mse_loss_is_a_multiple_of_the_negative_log_likelihood():
+    model, x, y = problem("gaussian")
+    other = copy.deepcopy(model)
+    expected = run(model, auto(model, "gaussian"), batches(x, y, 20, 30), LOSSES["gaussian"])
+    assert_same_path(run(other, auto(other, "gaussian"), batches(x, y, 20, 30), F.mse_loss), expected, 1e-6)
+
+
+@pytest.mark.parametrize("size", [0.01, 0.3])
+def test_clipping_does_not_matter(size):
+    """The factor on gradients is measured between the backward pass and the step."""
+    model, x, y = problem("categorical")
+    other = copy.deepcopy(model)
+    expected = run(model, auto(model), batches(x, y, 20, 30), F.cross_entropy)
+    optimizer = auto(other)
+    for xb, yb in batches(x, y, 20, 30):
+        optimizer.zero_grad()
+        F.cross_entropy(other(xb), yb).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), size)
+        optimizer.step()
+    assert_same_path(snapshot(other), expected, 1e-6)
+
+
+def test_gradients_accumulated_over_parts_of_a_batch_give_the_step_of_the_whole():
+    model, x, y = problem("categorical")
+    other = copy.deepcopy(model)
+    expected = run(model, auto(model), batches(x, y, 20, 30), F.cross_entropy)
+    optimizer = auto(other)
+    for xb, yb in batches(x, y, 20, 30):
+        optimizer.zero_grad()
+        for part in (slice(0, 12), slice(12, 20)):
+            (F.cross_entropy(other(xb[part]), yb[part], reduction="sum") / 20).backward()
+        optimizer.step()
+    assert_same_path(snapshot(other), expected, 1e-6)
+
+
+def test_the_scale_is_found_although_the_number_of_ignored_targets_varies():
+    """κ of a mean is one divided by the number of targets that count, which differs between batches."""
+    model, x, y = problem("categorical")
+    other = copy.deepcopy(model)
+    data = [(xb, yb.clone()) for xb, yb in batches(x, y, 20, 40)]
+    for t, (_, yb) in enumerate(data):
+        yb[: t % 7] = -100
+    expected = run(model, auto(model), data, F.cross_entropy)
+    ours = run(other, auto(other), data, lambda f, y: F.cross_entropy(f, y, reduction="sum"))
+    assert_same_path(ours, expected, 1e-6)
+
+
+def test_padded_sequences_and_smoothed_labels_train():
+    torch.manual_seed(2)
+    x = torch.randn(24, 5, 6, dtype=torch.float64)
+    y = (x[..., :3].argmax(-1)).masked_fill(torch.arange(5) >= torch.randint(2, 6, (24, 1)), -100)
+    model = mlp(6, 8, 3)
+
+    def loss(f, y):
+        return F.cross_entropy(f.flatten(0, 1), y.flatten(), label_smoothing=0.1)
+
+    before = float(loss(model(x), y).detach())
+    optimizer = auto(model)
+    run(model, optimizer, batches(x, y, 12, 60), loss)
+    assert float(loss(model(x), y).detach()) < 0.7 * before
+    assert optimizer.report().rule["ratio"] is not None
+
+
+# Weight decay ---------------------------------------------------------------------------------------------------------
+
+
+def test_weight_decay_converges_to_the_minimum_of_the_penalised_loss():
+    """Ridge regression on full batches: (XᵀX/n + decay) w = Xᵀy/n, with the bias penalised too."""
+    x, _ = classification(60, 5, 3)
+    y = x @ torch.randn(5, 1, dtype=x.dtype) + torch.randn(60, 1, dtype=x.dtype)
+    model = mlp(5, 1)
+    run(model, auto(model, "gaussian", weight_decay=0.5), [(x, y)] * 150, LOSSES["gaussian"])
+    X = torch.cat([torch.ones(60, 1, dtype=x.dtype), x], dim=1)
+    w = torch.linalg.solve(X.T @ X / 60 + 0.5 * torch.eye(6, dtype=x.dtype), X.T @ y / 60)
+    assert_close(torch.cat([model[0].bias, model[0].weight[0]]), w[:, 0], 1e-6)
+
+
+# Features of many scales ----------------------------------------------------------------------------------------------
+
+
+def regression(scales):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(200, 5, dtype=torch.float64, generator=generator)
+    y = x @ torch.randn(5, 1, dtype=torch.float64, generator=generator) + 0.1
+    return x * scales, y
+
+
+def test_scales_of_features_do_not_matter_if_they_differ_much():
+    """Compares the functions, not the weights, of a linear model that starts at zero."""
+    outputs = []
+    for exponents in ([-4.0, 4.0, 0.0, 2.0, -2.0], [3.0, -1.0, -4.0, 0.0, 4.0]):
+        x, y = regression(10 ** torch.tensor(exponents, dtype=torch.float64))
+        model = mlp(5, 1)
+        for p in model.parameters():
+            p.data.zero_()
+        assert is_badly_scaled(x, 1e4)
+        run(model, auto(model, "gaussian"), batches(x, y, 50, 30), LOSSES["gaussian"])
+        outputs.append(model(x).detach())
+        assert float((model(x) - y).square().mean().detach()) < 1e-3 * float(y.square().mean())
+    assert_close(outputs[0], outputs[1], 1e-5)
+
+
+def test_rarely_active_features_are_not_badly_scaled():
+    z = torch.randn(400, 3)
+    assert not is_badly_scaled(z, 1e4)
+    assert is_badly_scaled(z * torch.tensor([1.0, 1e3, 1.0]), 1e4)
+    rare = z.clone()
+    rare[:, 1] = 0
+    rare[:3, 1] = 1e-3
+    assert not is_badly_scaled(rare, 1e4)
+    assert not is_badly_scaled(z * torch.tensor([1.0, 0.0, 1.0]), 1e4)  # a constant has no scale
+    assert not is_badly_scaled(z[:1], 1e4)
+    assert not is_badly_scaled(torch.ones(20, 3, dtype=torch.long), 1e4)

@@ -1,0 +1,161 @@
+"""Parameters that are not whitened follow Adam, at a rate and with betas that can be set."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bprong
+from bprong.optim.fallback import Fallback
+from helpers import assert_close, classification, mlp
+from training import train
+
+
+class Mixed(nn.Module):
+    """Uncovered parameters of three kinds, and one linear layer."""
+
+    uncovered = ("embed.weight", "norm.weight", "norm.bias", "gain")
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.EmbeddingBag(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.out = nn.Linear(4, 3)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens):
+        return self.out(self.norm(self.embed(tokens)) * self.gain)
+
+
+def compared_with_adam(rtol, steps=5, **adam):
+    """Trains a `Mixed` with BPRONG, and its uncovered parameters with Adam on the same gradients."""
+
+    def run(**options):
+        torch.manual_seed(0)
+        model = Mixed()
+        optimizer = bprong.BPRONG(model, lr=0.05, options=options)
+        shadow = copy.deepcopy(model)
+        other = torch.optim.Adam([shadow.get_parameter(name) for name in Mixed.uncovered], **adam)
+        tokens = torch.randint(7, (20, 2))
+        y = torch.randint(3, (20,))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens), y).backward()
+            for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
+                q.grad = p.grad.clone()
+            optimizer.step()
+            other.step()
+        for name in Mixed.uncovered:
+            assert_close(model.get_parameter(name), shadow.get_parameter(name), rtol, name)
+        return optimizer.report()
+
+    return run
+
+
+def test_parameters_that_are_not_covered():
+    """Norm scales, bags of embeddings, bare parameters: Adam at a tenth of lr, and the report says so."""
+    report = compared_with_adam(1e-5, lr=0.005)()
+    assert report.fallback == {
+        "gain": "in Mixed", "embed.weight": "in EmbeddingBag",
+        "norm.weight": "in LayerNorm", "norm.bias": "in LayerNorm",
+    }  # fmt: skip
+    assert "not whitened (Adam): gain (in Mixed)" in str(report)
+
+
+def test_the_rate_and_the_betas_can_be_set():
+    compared_with_adam(1e-5, lr=0.05)(fallback_rate=1.0)
+    compared_with_adam(1e-5, lr=0.005, betas=(0.5, 0.9))(fallback_betas=(0.5, 0.9))
+    compared_with_adam(1e-5, lr=0.0)(fallback_rate=0.0)
+
+
+def test_the_comparison_with_adam_can_fail():
+    with pytest.raises(AssertionError, match="off by"):
+        compared_with_adam(1e-5, lr=0.005)(fallback_rate=0.11)
+    with pytest.raises(AssertionError, match="off by"):
+        compared_with_adam(1e-5, lr=0.005)(fallback_betas=(0.91, 0.999))
+
+
+def test_lr_auto_uses_the_betas_that_were_set():
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(5, dtype=torch.float64))
+            self.out = nn.Linear(5, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.out((x * self.gain).tanh())
+
+    ends = []
+    for betas in ((0.9, 0.999), (0.9, 0.999), (0.5, 0.9)):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = bprong.BPRONG(model, lr="auto", options={"fallback_betas": betas})
+        train(model, optimizer, [classification(60, 5, 3)] * 4)
+        ends.append(model.gain.detach())
+    assert not torch.equal(ends[0], torch.ones(5, dtype=torch.float64))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_tied_weights():
+    """They follow the fallback, and the report names them."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+            self.mid = nn.Linear(4, 4)
+            self.out = nn.Linear(4, 7, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.out(torch.tanh(self.mid(self.embed(tokens))))
+
+    model = Tied()
+    optimizer = bprong.BPRONG(model, lr=0.05)
+    tokens = torch.randint(7, (20,))
+    train(model, optimizer, [(tokens, tokens)] * 3)
+    assert list(optimizer._whitening.layers) == ["mid"]
+    assert optimizer.report().fallback == {"embed.weight": "tied: embed.weight, out.weight"}
+
+
+def test_a_linear_layer_added_later_is_named_so():
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model)
+    model.append(nn.Linear(3, 3, dtype=torch.float64))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    assert optimizer.report().fallback["1.weight"] == "in a Linear that the optimizer was not built with"
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+def test_the_direction_is_a_step_that_is_not_made(betas):
+    """`direction` advances the state as `step_` does, and returns what a step at this lr would add, without `rate`."""
+    fallback = Fallback(rate=1.0, betas=betas)
+    stepped = torch.randn(6, dtype=torch.float64)
+    kept = stepped.clone()
+    states = ({}, {})
+    total = torch.zeros_like(kept)
+    for seed in range(4):
+        g = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        fallback.step_(stepped, g, states[0], lr=0.1)
+        total += fallback.direction(g, states[1], lr=0.1)
+    assert_close(stepped, kept + total, 1e-13)
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+def test_the_state_is_saved_with_the_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    other = copy.deepcopy(model)
+    optimizer, resumed = (bprong.BPRONG(m, lr=0.05, every=4) for m in (model, other))
+    data = [classification(60, 5, 3)]
+    train(model, optimizer, data * 3)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, data * 3)
+    train(other, resumed, data * 3)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())

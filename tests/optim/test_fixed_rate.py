@@ -1,0 +1,187 @@
+"""The rule of an explicit learning rate: momentum, groups of their own, decay, and a bound on the step."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bprong
+from helpers import assert_close, classification, mlp, snapshot
+from training import EXACT, assert_same_path, batches, train
+
+
+@pytest.mark.parametrize(("lr_bias", "frozen"), [(0.1, None), (0.01, None), (0.1, "weight"), (0.1, "bias")])
+def test_weight_and_bias_in_groups_of_their_own(lr_bias, frozen):
+    """Each with its own lr, with momentum: the path is that of the whitened network with the same groups."""
+    x, y = classification(60, 5, 3)
+    plain = mlp(5, 3)
+    if frozen:
+        getattr(plain[0], frozen).requires_grad_(False)
+    whitened = bprong.whiten_(copy.deepcopy(plain))
+    layer = whitened[0]
+    groups = [{"params": [layer.weight_dagger]}, {"params": [layer.bias_dagger], "lr": lr_bias}]
+    sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.8)
+    schedule = {"forward_every": 2, "forward_offset": 0, "backward_every": 5, "backward_offset": 1}
+    damping = {"forward_damping": 0.1, "backward_damping": 0.03}
+    rewhitening = bprong.Rewhitening(whitened, sgd, fisher="exact", **damping, **schedule)
+    params = [{"params": [plain[0].weight]}, {"params": [plain[0].bias], "lr": lr_bias}]
+    optimizer = bprong.BPRONG(plain, lr=0.1, momentum=0.8, params=params, **damping, options=EXACT | schedule)
+    for xb, yb in batches(x, y, 20, 30):
+        rewhitening.step(xb)
+        train(whitened, sgd, [(xb, yb)])
+        train(plain, optimizer, [(xb, yb)])
+    assert_close(plain[0].weight, layer.weight, 1e-9)
+    assert_close(plain[0].bias, layer.bias, 1e-9)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_with_identity_factors_it_is_torchs_sgd(momentum, nesterov):
+    """Damping so large that (Ž+ε)⁻¹ and (D+ε)⁻¹ are multiples of the identity, and no bias that would be centred."""
+    x, y = classification(60, 5, 3)
+    ours = mlp(5, 6, 3, bias=False)
+    theirs = copy.deepcopy(ours)
+    huge = 1e12
+    settings = {"momentum": momentum, "nesterov": nesterov}
+    optimizer = bprong.BPRONG(
+        ours, lr=0.1 * huge**2, forward_damping=huge, backward_damping=huge, every=3, options=EXACT, **settings
+    )
+    train(ours, optimizer, batches(x, y, 20, 10))
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, **settings), batches(x, y, 20, 10))
+    assert_same_path(snapshot(ours), snapshot(theirs), 1e-9)
+
+
+def test_weight_decay_is_decoupled_and_acts_on_ordinary_weights():
+    x, y = classification(20, 5, 3)
+    plain = mlp(5, 3)
+    decayed = copy.deepcopy(plain)
+    start = snapshot(plain)
+    train(plain, bprong.BPRONG(plain, lr=0.1, options=EXACT), [(x, y)])
+    train(decayed, bprong.BPRONG(decayed, lr=0.1, weight_decay=0.3, options=EXACT), [(x, y)])
+    for name, value in snapshot(decayed).items():
+        assert_close(value, snapshot(plain)[name] - 0.1 * 0.3 * start[name], 1e-12)
+
+
+def test_bias_and_fallback_are_decayed_by_their_own_groups():
+    model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)).double()
+    x, y = classification(20, 5, 3)
+    start = snapshot(model)
+    groups = [
+        {"params": [model[0].weight], "weight_decay": 0.0},
+        {"params": [model[0].bias], "weight_decay": 0.5},
+        {"params": [model[1].weight, model[1].bias], "weight_decay": 0.25},
+    ]
+    plain = copy.deepcopy(model)
+    train(plain, bprong.BPRONG(plain, lr=0.1, options=EXACT), [(x, y)])
+    train(model, bprong.BPRONG(model, lr=0.1, params=groups, options=EXACT), [(x, y)])
+    for name, decay in (("0.weight", 0), ("0.bias", 0.5), ("1.weight", 0.25)):
+        assert_close(snapshot(model)[name], snapshot(plain)[name] - 0.1 * decay * start[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("bound", [0.01, 1e9])
+def test_the_bound_on_a_step_is_in_the_fisher_metric(bound):
+    """With exact statistics of the batch and hardly any damping, ‖Δ‖² = Δᵀ G̃ Δ, here of one gaussian layer."""
+    x, _ = classification(60, 5, 3)
+    y = 10 * torch.randn(60, 3, dtype=torch.float64)
+    model = mlp(5, 3)
+    start = snapshot(model)
+    optimizer = bprong.BPRONG(
+        model, lr=0.5, likelihood="gaussian", forward_damping=1e-12, backward_damping=1e-12, max_step=bound,
+        options=EXACT,
+    )  # fmt: skip
+    loss = ((model(x) - y) ** 2 / 2).sum(-1).mean()
+    loss.backward()
+    optimizer.step()
+    moved_W = model[0].weight - start["0.weight"]
+    moved_b = model[0].bias - start["0.bias"]
+    change = x @ moved_W.T + moved_b  # of the outputs: a gaussian's Fisher metric is their mean square
+    length = float(change.square().sum(-1).mean().sqrt().detach())
+    assert length == pytest.approx(bound, rel=1e-6) if bound < 1 else length > 0.1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bounded_step_keeps_its_direction(bias):
+    x, y = classification(60, 5, 3)
+    steps = []
+    for max_step in (None, 0.01):
+        torch.manual_seed(0)
+        model = mlp(5, 4, 3, bias=bias)
+        start = snapshot(model)
+        train(model, bprong.BPRONG(model, lr=0.5, max_step=max_step, options=EXACT), [(x, y)])
+        steps.append(torch.cat([(value - start[name]).flatten() for name, value in snapshot(model).items()]))
+    ratio = float(steps[1].norm() / steps[0].norm())
+    assert ratio < 0.5
+    assert_close(steps[1], ratio * steps[0], 1e-12)
+
+
+def test_momentum_is_carried_at_a_refresh_at_which_lr_is_zero():
+    """In a warm-up from zero, or at the end of a cosine: as if lr were positive but very small."""
+    x, y = classification(60, 5, 3)
+    ends = []
+    for tiny in (0.0, 1e-30):
+        torch.manual_seed(1)
+        model = mlp(5, 3)
+        optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, every=2, options=EXACT)
+        for t, batch in enumerate(batches(x, y, 20, 8)):
+            optimizer.param_groups[0]["lr"] = tiny if t == 4 else 0.1
+            train(model, optimizer, [batch])
+        ends.append(snapshot(model))
+    assert_same_path(ends[0], ends[1])
+
+
+def test_a_refresh_leaves_the_velocity_of_the_bias_what_it_is():
+    """A new centre changes how the velocity is stored, not where the parameters go."""
+    x, y = classification(60, 5, 3)
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.5, every=2, options=EXACT)
+    train(model, optimizer, [(x, y)] * 2)
+    layer = optimizer._whitening.layers["0"]
+
+    def velocity():
+        v_W, v_b = (optimizer.state[p]["momentum_buffer"] for p in layer.parameters)
+        return v_b - v_W @ layer.c
+
+    before = velocity()
+    c = layer.c.clone()
+    optimizer.observe(x + 1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert_close(layer.c, c + 1, 1e-12)
+    assert_close(velocity(), 0.5 * before, 1e-12)
+
+
+def test_prong_takes_the_same_steps_for_every_likelihood():
+    """It measures no errors."""
+    x, y = classification(60, 5, 3)
+    ends = []
+    for likelihood in ("categorical", "gaussian"):
+        torch.manual_seed(0)
+        model = mlp(5, 4, 3)
+        optimizer = bprong.PRONG(model, lr=0.1, likelihood=likelihood, every=3)
+        train(model, optimizer, batches(x, y, 20, 7), loss=F.cross_entropy)
+        ends.append(snapshot(model))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def test_a_bias_that_is_frozen_for_a_while_follows_the_papers_network():
+    """Without a trained bias nothing is centred; the momentum of the bias follows the centre to zero and back."""
+    x, y = classification(60, 5, 3)
+    plain = mlp(5, 3)
+    whitened = bprong.whiten_(copy.deepcopy(plain))
+    layer = whitened[0]
+    sgd = torch.optim.SGD(whitened.parameters(), lr=0.05, momentum=0.8)
+    schedule = {"forward_every": 2, "backward_every": 2, "backward_offset": 0}
+    damping = {"forward_damping": 0.1, "backward_damping": 0.03}
+    rewhitening = bprong.Rewhitening(whitened, sgd, fisher="exact", **damping, **schedule)
+    optimizer = bprong.BPRONG(plain, lr=0.05, momentum=0.8, every=2, options=EXACT, **damping)
+    for t, (xb, yb) in enumerate(batches(x, y, 20, 14)):
+        for bias in (layer.bias_dagger, plain[0].bias):
+            bias.requires_grad_(not 4 <= t < 8)
+        rewhitening.step(xb)
+        train(whitened, sgd, [(xb, yb)])
+        train(plain, optimizer, [(xb, yb)])
+        assert (optimizer._whitening.layers["0"].c is None) == (4 <= t < 8)
+        assert_close(plain[0].weight, layer.weight, 1e-9, f"weight at {t}")
+        assert_close(plain[0].bias, layer.bias, 1e-9, f"bias at {t}")

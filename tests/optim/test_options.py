@@ -1,0 +1,288 @@
+"""Arguments and options: how they are given, what each changes, and which are refused."""
+
+import dataclasses
+import inspect
+import pydoc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bprong
+from bprong.linalg.factors import LowRank
+from bprong.optim import Options
+from bprong.whitening.side import LOW_RANK_ERROR
+from helpers import classification, mlp, snapshot
+from layered import data, make
+from layered import train as train_layered
+from training import batches, train
+
+# How they are given ---------------------------------------------------------------------------------------------------
+
+
+def test_options_can_be_a_mapping_or_a_dataclass():
+    given = {"fisher": "exact", "average": 0.5, "backward_every": 4}
+    ends = []
+    for options in (given, Options(**given)):
+        torch.manual_seed(0)
+        model = mlp(5, 4, 3)
+        train(model, bprong.BPRONG(model, lr=0.1, every=3, options=options), batches(*classification(60, 5, 3), 20, 8))
+        ends.append(snapshot(model))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def test_options_are_frozen_and_documented():
+    options = Options()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.average = 0.5
+    for field in dataclasses.fields(Options):
+        assert field.name in Options.__doc__, field.name
+
+
+def test_prong_shows_its_own_arguments():
+    ours = inspect.signature(bprong.PRONG).parameters
+    theirs = dict(inspect.signature(bprong.BPRONG).parameters)
+    assert theirs.pop("backward_damping") is not None
+    assert list(ours) == list(theirs)
+    for name, parameter in ours.items():
+        assert parameter.default == theirs[name].default, name
+        assert parameter.annotation == theirs[name].annotation, name
+    shown = pydoc.render_doc(bprong.PRONG, renderer=pydoc.plaintext)
+    assert all(f"{name}:" in shown for name in ours)
+
+
+def test_prong_passes_every_argument_on(monkeypatch):
+    passed = {}
+    monkeypatch.setattr(bprong.BPRONG, "__init__", lambda self, *a, **k: passed.update(zip("mlk", a, strict=True), **k))
+    names = [name for name in inspect.signature(bprong.PRONG).parameters if name not in ("model", "lr", "likelihood")]
+    bprong.PRONG("model", "lr", "likelihood", **{name: name for name in names})
+    assert passed == {"m": "model", "l": "lr", "k": "likelihood"} | {name: name for name in names}
+
+
+def test_backward_damping_is_no_argument_of_prong():
+    with pytest.raises(TypeError, match="backward_damping"):
+        bprong.PRONG(mlp(5, 3), backward_damping=0.1)
+
+
+def test_there_are_at_most_fifteen_arguments():
+    assert len(inspect.signature(bprong.BPRONG).parameters) <= 15
+
+
+def test_every_argument_is_documented():
+    for name in inspect.signature(bprong.BPRONG).parameters:
+        assert name in bprong.BPRONG.__doc__, name
+
+
+# What each of them changes --------------------------------------------------------------------------------------------
+
+CHANGES = [
+    {"lr": 0.06}, {"likelihood": "gaussian"}, {"momentum": 0.5}, {"momentum": 0.5, "nesterov": True},
+    {"weight_decay": 0.1}, {"forward_damping": 0.1}, {"backward_damping": 0.1}, {"every": 4}, {"max_step": 0.01},
+    {"max_dim": 3}, {"solver": "low-rank"},
+]  # fmt: skip
+OPTIONS = [
+    {"fisher": "exact"}, {"fisher": "empirical"}, {"forward_every": 4}, {"forward_offset": 1}, {"backward_every": 4},
+    {"backward_offset": 1}, {"refresh": "drift"}, {"average": 0.5}, {"record_every": 2}, {"examples": 4}, {"seed": 5},
+    {"channels": True}, {"fallback_rate": 0.2}, {"fallback_betas": (0.5, 0.999)},
+]  # fmt: skip
+
+
+def end_of(options=None, steps=8, **arguments):
+    """Where a small convolutional network ends up."""
+    model = make("conv")
+    settings = {"lr": 0.05, "every": 3} | arguments
+    train_layered(model, bprong.BPRONG(model, options=options, **settings), data("conv", steps))
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.fixture
+def usual():
+    return end_of()
+
+
+@pytest.mark.parametrize("arguments", CHANGES, ids=str)
+def test_every_argument_changes_the_path(arguments, usual):
+    found = end_of(**arguments)
+    assert torch.isfinite(found).all()
+    assert not torch.equal(found, usual)
+    assert len(arguments) == 1 or not torch.equal(found, end_of(momentum=0.5)), "nesterov beyond momentum"
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_changes_the_path(options, usual):
+    found = end_of(options)
+    assert torch.isfinite(found).all()
+    assert not torch.equal(found, usual)
+
+
+def test_arguments_that_are_the_default_do_not_change_the_path(usual):
+    assert torch.equal(end_of({"average": 0.9, "fallback_rate": 0.1}, max_dim=4096, solver="auto"), usual)
+
+
+def test_every_option_and_argument_was_tried():
+    named = {name for changes in (CHANGES, OPTIONS) for each in changes for name in each}
+    known = {field.name for field in dataclasses.fields(Options)} | set(inspect.signature(bprong.BPRONG).parameters)
+    elsewhere = {"model", "params", "options", "overhead"}  # here, in test_contract.py and in test_schedule.py
+    assert named == known - elsewhere
+
+
+# The solver -----------------------------------------------------------------------------------------------------------
+
+
+def wide_problem():
+    torch.manual_seed(0)
+    model = mlp(400, 12, 3, dtype=torch.float32)
+    spread = torch.linspace(1, 12, 400).pow(-2) * 5
+    x = torch.randn(60, 400) * spread
+    return model, x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+@pytest.mark.parametrize("solver", ["auto", "exact", "low-rank"])
+def test_the_solver_decides_the_factor_of_a_wide_side(solver):
+    model, x, y = wide_problem()
+    optimizer = bprong.BPRONG(model, lr=0.05, momentum=0.5, every=2, solver=solver)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    factor = optimizer._whitening.layers["0"].forward.factor
+    assert isinstance(factor, LowRank) == (solver != "exact")
+    assert losses[-1] < 0.5 * losses[0]
+    if isinstance(factor, LowRank):
+        assert factor.error <= LOW_RANK_ERROR
+
+
+def test_low_rank_factors_resume_bit_for_bit():
+    ends = []
+    for resumed in (False, True):
+        model, x, y = wide_problem()
+        optimizer = bprong.BPRONG(model, lr=0.05, every=3, solver="low-rank")
+        for t in range(10):
+            if resumed and t == 5:
+                state = optimizer.state_dict()
+                optimizer = bprong.BPRONG(model, lr=0.05, every=3, solver="low-rank")
+                optimizer.load_state_dict(state)
+            train(model, optimizer, [(x, y)])
+        ends.append(snapshot(model))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (bprong.BPRONG, {"overhead": 0.2, "every": 10}, "overhead would have no effect: a period is given"),
+        (bprong.BPRONG, {"overhead": 0.2, "options": {"backward_every": 10}}, "overhead would have no effect"),
+        (
+            bprong.BPRONG,
+            {"every": 5, "options": {"forward_every": 5, "backward_every": 5}},
+            "every would have no effect: forward_every and backward_every are given",
+        ),
+        (bprong.BPRONG, {"options": {"forward_offset": 2}}, "forward_offset would have no effect: no period is given"),
+        (bprong.BPRONG, {"options": {"backward_offset": 2}}, "backward_offset would have no effect"),
+        (bprong.BPRONG, {"options": {"record_every": 2}}, 'record_every would have no effect: it needs refresh="per'),
+        (bprong.BPRONG, {"every": 4, "options": {"record_every": 2, "refresh": "drift"}}, "record_every would have no"),
+        (
+            bprong.PRONG,
+            {"options": {"backward_every": 2}},
+            "backward_every would have no effect: PRONG whitens forward",
+        ),
+        (bprong.PRONG, {"every": 4, "options": {"backward_offset": 2}}, "backward_offset would have no effect"),
+        (bprong.PRONG, {"options": {"fisher": "exact"}}, "fisher would have no effect: PRONG measures no errors"),
+        (bprong.BPRONG, {"lr": "auto", "options": {"fallback_rate": 0.2}}, "leave out fallback_rate"),
+        (bprong.BPRONG, {"lr": "auto", "momentum": 0.9}, "leave out momentum=0.9"),
+        (bprong.BPRONG, {"nesterov": True}, "nesterov needs a momentum"),
+    ],
+    ids=str,
+)
+def test_an_option_without_effect_is_refused(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(mlp(5, 3), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -1}, "lr must be a finite number of at least 0, not -1"),
+        ({"lr": "fast"}, "lr must be a number or \"auto\", not 'fast'"),
+        ({"momentum": 1}, "less than 1, not 1"),
+        ({"weight_decay": float("nan")}, "weight_decay must be"),
+        ({"every": 0}, "forward_every must be a whole number of at least 1"),
+        ({"likelihood": "softmax"}, "likelihood must be one of"),
+        ({"max_step": 0}, "max_step must be a finite number above 0, not 0"),
+        ({"max_dim": 0}, "max_dim must be a whole number of at least 1, not 0"),
+        ({"solver": "svd"}, r"solver must be one of \('auto', 'exact', 'low-rank'\), not 'svd'"),
+        ({"options": {"fischer": "exact"}}, "options has no 'fischer'; it takes fisher, forward_every"),
+        ({"options": {"max_dim": 5, "rate": 0.1}}, "options has no 'max_dim', 'rate'"),
+        ({"options": {"fisher": "true"}}, "fisher must be one of"),
+        ({"options": {"examples": 0}}, "'examples'. must be a whole number of at least 1"),
+        ({"options": {"seed": "a"}}, "'seed'. must be a whole number"),
+        ({"options": {"average": None}}, "average must be a finite number"),
+        ({"options": {"channels": "yes"}}, "'channels'. must be one of"),
+        ({"options": {"refresh": "often"}}, r"refresh'\] must be one of \(None, 'periodic', 'drift'\), not 'often'"),
+        ({"options": {"refresh": "continuous"}}, "must be one of .*'drift'"),
+        ({"options": {"fallback_rate": -1}}, "'fallback_rate'. must be a finite number of at least 0"),
+        ({"options": {"fallback_betas": (0.9, 1.0)}}, "'fallback_betas'. must be a finite number .*less than 1"),
+    ],
+    ids=str,
+)
+def test_errors_about_arguments_say_what_is_allowed(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bprong.BPRONG(mlp(5, 3), **arguments)
+
+
+def test_zero_is_no_bound_where_denormals_are_flushed():
+    torch.set_flush_denormal(True)
+    with pytest.raises(ValueError, match="max_step must be"):
+        bprong.BPRONG(mlp(5, 3), max_step=0)
+
+
+def test_a_model_without_layers_to_whiten_is_refused():
+    with pytest.raises(
+        ValueError, match="BatchNorm2d has no layer that could be whitened; these can be: Linear, Conv1d"
+    ):
+        bprong.BPRONG(nn.BatchNorm2d(1))
+
+
+@pytest.mark.parametrize("kind", [bprong.BPRONG, bprong.PRONG])
+def test_parameters_instead_of_the_model_are_refused(kind):
+    name = kind.__name__
+    message = rf"{name} needs the model itself, not a generator: {name}\(model, ...\).*Use params= to select parameters"
+    with pytest.raises(TypeError, match=message):
+        kind(mlp(5, 3).parameters())
+
+
+@pytest.mark.parametrize("options", ["exact", ["fisher"], Options])
+def test_options_of_another_type_are_refused(options):
+    with pytest.raises(TypeError, match="options must be a bprong.optim.Options or a mapping"):
+        bprong.BPRONG(mlp(5, 3), options=options)
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999)])
+def test_fallback_betas_are_two_numbers(betas):
+    with pytest.raises(ValueError, match="fallback_betas'] must be two numbers"):
+        Options(fallback_betas=betas)
+
+
+def test_what_became_a_keyword_argument_is_pointed_out():
+    with pytest.raises(ValueError, match="solver and max_dim are keyword arguments"):
+        bprong.BPRONG(mlp(5, 3), options={"solver": "exact"})
+
+
+def test_low_rank_with_damping_relative_to_variances_is_refused():
+    with pytest.raises(ValueError, match='solver="low-rank" needs damping'):
+        bprong.BPRONG(mlp(5, 3), solver="low-rank", forward_damping=bprong.Damping(0.1, "variance"))
+
+
+def test_groups_that_a_rule_cannot_follow_are_refused():
+    model = mlp(5, 4, 3)
+    with pytest.raises(ValueError, match='lr="auto" chooses how much of the last update to keep'):
+        bprong.BPRONG(model, lr="auto", params=[{"params": model.parameters(), "momentum": 0.9}])
+    with pytest.raises(ValueError, match="nesterov needs a momentum above 0"):
+        bprong.BPRONG(model, params=[{"params": model.parameters(), "nesterov": True}])
