@@ -1,4 +1,4 @@
-"""The networks of `many_problems.py`; their weights are drawn from torch's own generator."""
+"""The networks of the problems. Some take a seed for their weights; the others draw from torch's generator."""
 
 from __future__ import annotations
 
@@ -9,11 +9,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Maker = Callable[[int], nn.Module]  # of a normalisation, by its number of features
+from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer, with_batch_norm  # noqa: F401
+
+Normalisation = Callable[[int], nn.Module]  # makes a normalisation layer for a number of features
+PAPER = [784, 100, 100, 100, 10]
+AUTOENCODER = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
+DEEP = [64] * 30 + [10]  # thirty linear layers
+
+
+# Networks of a seed ---------------------------------------------------------------------------------------------------
+
+
+def paper_network(seed: int) -> nn.Sequential:
+    return perceptron(PAPER, "relu", seed)
+
+
+def autoencoder(seed: int) -> nn.Sequential:
+    """tanh after every layer except the code and the output."""
+    plain = perceptron(AUTOENCODER, "tanh", seed)
+    code = 2 * (AUTOENCODER.index(30) - 1)
+    return nn.Sequential(*(module for i, module in enumerate(plain) if i != code + 1))
+
+
+def deep_tanh(seed: int) -> nn.Sequential:
+    """Thirty layers without normalisation or skip connections, tanh, initialised as by Xavier."""
+    return _initialised(perceptron(DEEP, "tanh", seed), nn.init.xavier_normal_, seed)
+
+
+def deep_relu(seed: int) -> nn.Sequential:
+    """The same with ReLU, initialised as by He."""
+
+    def he(weight: Tensor, generator: torch.Generator) -> Tensor:
+        return nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
+
+    return _initialised(perceptron(DEEP, "relu", seed), he, seed)
+
+
+def _initialised(network: nn.Sequential, draw_: Callable[..., Tensor], seed: int) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(seed)
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            draw_(layer.weight, generator=generator)
+            nn.init.zeros_(layer.bias)
+    return network
+
+
+# Perceptrons ----------------------------------------------------------------------------------------------------------
 
 
 def mlp(
-    sizes: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU, norm: Maker | None = None
+    sizes: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU, norm: Normalisation | None = None
 ) -> nn.Sequential:
     layers: list[nn.Module] = []
     for i, (inputs, outputs) in enumerate(pairwise(sizes)):
@@ -33,7 +78,8 @@ def scaled(model: nn.Module, factor: float) -> nn.Module:
 
 
 def dropout_mlp() -> nn.Sequential:
-    first, second = (nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5)), (nn.Linear(128, 128), nn.ReLU(), nn.Dropout(0.5))
+    first = nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5)
+    second = nn.Linear(128, 128), nn.ReLU(), nn.Dropout(0.5)
     return nn.Sequential(*first, *second, nn.Linear(128, 10))
 
 
@@ -56,43 +102,45 @@ def small_convnet() -> nn.Sequential:
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(288, 10))
 
 
-class ConvBlock(nn.Module):
-    def __init__(self, channels: int, norm: Maker) -> None:
+class Residual(nn.Module):
+    """x + inner(x), followed by an activation."""
+
+    def __init__(self, inner: nn.Module, activation: nn.Module) -> None:
         super().__init__()
-        first = nn.Conv2d(channels, channels, 3, padding=1), norm(channels), nn.ReLU()
-        self.inner = nn.Sequential(*first, nn.Conv2d(channels, channels, 3, padding=1), norm(channels))
+        self.inner = inner
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.inner(x))
+        output: Tensor = self.activation(x + self.inner(x))
+        return output
 
 
-def resnet(norm: Maker) -> nn.Sequential:
-    first = nn.Conv2d(1, 12, 3, padding=1), norm(12), nn.ReLU()
-    blocks = ConvBlock(12, norm), ConvBlock(12, norm)
-    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 10))
+def resnet(norm: Normalisation) -> nn.Sequential:
+    def convolution(inputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, 12, 3, padding=1), norm(12)]
+
+    def block() -> nn.Module:
+        return Residual(nn.Sequential(*convolution(12), nn.ReLU(), *convolution(12)), nn.ReLU())
+
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*convolution(1), nn.ReLU(), block(), block(), *head, nn.Linear(12, 10))
 
 
 # Blocks of linear layers ----------------------------------------------------------------------------------------------
 
 
-class LinearBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = mlp([width, width, width])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
 def deep_residual() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 48), *(LinearBlock(48) for _ in range(25)), nn.Linear(48, 10))
+    blocks = (Residual(mlp([48, 48, 48]), nn.Identity()) for _ in range(25))
+    return nn.Sequential(nn.Linear(64, 48), *blocks, nn.Linear(48, 10))
 
 
 class MixerBlock(nn.Module):
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
-        self.token_norm, self.channel_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.tokens, self.channels = mlp([tokens, 32, tokens], nn.GELU), mlp([width, 64, width], nn.GELU)
+        self.token_norm = nn.LayerNorm(width)
+        self.channel_norm = nn.LayerNorm(width)
+        self.tokens = mlp([tokens, 32, tokens], nn.GELU)
+        self.channels = mlp([width, 64, width], nn.GELU)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.tokens(self.token_norm(x).mT).mT
@@ -100,13 +148,14 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Of the sixteen 7×7 patches of an image."""
+    """An MLP-Mixer of the sixteen 7×7 patches of an image."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(49, 32)
         self.blocks = nn.Sequential(MixerBlock(16, 32), MixerBlock(16, 32))
-        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 10)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.view(-1, 4, 7, 4, 7).transpose(2, 3).reshape(-1, 16, 49)
@@ -114,25 +163,27 @@ class Mixer(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """One of which is never used."""
+    """A network with two heads, one of which is never used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = mlp([64, 64, 64])
-        self.head, self.unused = nn.Linear(64, 10), nn.Linear(64, 7)
+        self.head = nn.Linear(64, 10)
+        self.unused = nn.Linear(64, 7)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(self.body(x)))
 
 
 class VAE(nn.Module):
-    """`kl`: the divergence of the last batch's codes from the prior, a part of the loss."""
+    """A variational autoencoder. `kl`, a part of the loss, is the divergence of the last codes from the prior."""
 
     kl: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = mlp([784, 128, 16], nn.Tanh), mlp([8, 128, 784], nn.Tanh)
+        self.encoder = mlp([784, 128, 16], nn.Tanh)
+        self.decoder = mlp([8, 128, 784], nn.Tanh)
 
     def forward(self, x: Tensor) -> Tensor:
         mean, log_variance = self.encoder(x).chunk(2, 1)
@@ -152,7 +203,8 @@ class LanguageModel(nn.Module):
         self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
         layer = nn.TransformerEncoderLayer(width, 4, 64, 0.0, activation="gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.embed.weight
             nn.init.normal_(self.embed.weight, std=0.1)
@@ -165,7 +217,8 @@ class LanguageModel(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], words: int = 12, width: int = 24) -> None:
         super().__init__()
-        self.embed, self.cell = nn.Embedding(words, 16), kind(16, width, batch_first=True)
+        self.embed = nn.Embedding(words, 16)
+        self.cell = kind(16, width, batch_first=True)
         self.head = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,11 +226,12 @@ class Recurrent(nn.Module):
 
 
 class Bag(nn.Module):
-    """A perceptron on the mean of words' embeddings."""
+    """A perceptron of the mean embedding of the words."""
 
     def __init__(self, words: int = 500) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(words, 16), mlp([16, 32, 4])
+        self.embed = nn.Embedding(words, 16)
+        self.head = mlp([16, 32, 4])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embed(x).mean(1))

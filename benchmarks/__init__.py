@@ -1,0 +1,25 @@
+"""Benchmarks: one script per question, run as `python benchmarks/NAME.py` or `python -m benchmarks.NAME`.
+
+    step_price              what a step of BPRONG costs, in steps of SGD; time shares, final loss, memory
+    width_cost              cost of a step and of a refresh against width, depth and batch size
+    loop_speed              how much of a hand-written loop's speed the experiment's training loop keeps
+    coverage_check          whether `bprong.coverage` predicts memory and cost
+    layer_races             SGD, Adam and BPRONG on a convolutional network and on a transformer
+    continuous_whitening    continuous against periodic whitening of the paper's network
+    damping_sweep           the sweep behind the defaults of `bprong reproduce`
+    auto_stability          lr="auto" on eleven problems: none may diverge
+    auto_autoencoder        lr="auto" on the deep autoencoder, against tuned baselines
+    auto_paper              lr="auto" on the paper's network, against tuned BN+Adam
+    auto_deep               lr="auto" on thirty layers, against tuned SGD
+    auto_generalisation     training and validation loss of lr="auto"
+    auto_figure             the figure of the three races above
+    sixty_problems          lr="auto" on sixty small problems, against tuned Adam
+
+`harness` reads and writes rows, times, trains, and makes tables and figures. `problems` has data, networks and losses.
+Results are in docs/*.csv. Every script has `--quick`, a small run that only shows that the script works.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # `python -m benchmarks.NAME` then finds harness and problems
