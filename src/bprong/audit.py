@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bprong.capture.backprop import errors_of, roots_of
 from bprong.capture.batches import without_listening
-from bprong.capture.measure import observed
+from bprong.capture.measure import recorded_run
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Likelihood, likelihood_of
 from bprong.linalg.moments import finite, float64_copy
@@ -89,7 +89,7 @@ def _each_root(model: nn.Module, x: Any, likelihood: str | Likelihood) -> Iterat
     likelihood = likelihood_of(likelihood)
     layers = _linear_layers(model)
     weights = [weight_matrix_of(name, layer) for name, layer in layers.items()]
-    with without_listening(), observed(model, weights, x, seed=0, errors=True) as (output, calls):
+    with without_listening(), recorded_run(model, weights, x, seed=0, errors=True) as (output, calls):
         likelihood.check(output)
         z_bars = {call.weight.name: _own_inputs(layers[call.weight.name], call.z) for call in calls}
         if len(z_bars) != len(calls):

@@ -55,7 +55,7 @@ def number(kind: str, value: float, least: float, below: float = math.inf) -> fl
 
 
 def positive(kind: str, value: float) -> float:
-    """A finite number above zero. The smallest float is no bound, as it is zero where denormals are flushed."""
+    """A finite number above zero."""
     if number(kind, value, 0) == 0:
         raise ValueError(f"{kind} must be a finite number above 0, not {value!r}")
     return float(value)

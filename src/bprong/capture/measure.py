@@ -107,7 +107,7 @@ def record(
     verify: find out whether all uses of the layers' weights are recorded; for the other arguments see `measure`
     """
     weights = [weight_matrix_of(name, layer) for name, (layer, _) in layers.items()]
-    with observed(model, weights, x, seed, bool(errors) or counted is not None or verify) as (output, calls):
+    with recorded_run(model, weights, x, seed, bool(errors) or counted is not None or verify) as (output, calls):
         measured = measure(
             {name: centre for name, (_, centre) in layers.items()}, output, calls, y, likelihood=likelihood,
             fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted, inferred=inferred,
@@ -201,7 +201,7 @@ def without_errors(measured: Mapping[str, LayerMoments]) -> list[str]:
 
 
 @contextmanager
-def observed(
+def recorded_run(
     model: nn.Module, weights: Iterable[WeightMatrix], x: Any, seed: int, errors: bool
 ) -> Iterator[tuple[Tensor, Calls]]:
     """Run `model` on x and return its output and every call of the weights; errors: with an autograd graph."""

@@ -36,7 +36,7 @@ from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Schedule
 from bprong.whitening.side import Side, SideName, Solver
 
-LONG_GRADIENT = 2**14  # numbers of which a dot product takes less time than a norm
+LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 
 
 class BPRONG(Optimizer):

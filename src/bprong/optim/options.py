@@ -25,7 +25,7 @@ class Options:
                       the paper's τ₁, c₁, τ₂, c₂; by default both sides are refreshed together, every `every` steps
     refresh           "periodic": refresh every side at its period. "drift": at each period measure the sides that have
                       been drifting, and refresh those that have drifted. Default: "drift", unless a period is given
-    average           what the running average of the statistics keeps of its weight at each measurement; 0: no average
+    average           the factor on the weight of past statistics at each measurement (exponential decay); 0: no average
     record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     examples          the largest number of examples of a batch to measure
     seed              of sampled targets; by default torch's initial seed

@@ -42,7 +42,7 @@ class Settings:
 
     periods:       (τ, c) of each side
     fisher:        targets behind D
-    average:       what a running average keeps of its weight at each measurement; 0: no average
+    average:       the factor on a running average's weight at each measurement; 0: no average
     record_every:  steps between measurements without a refresh; None: there are none
     seed:          of sampled targets
     refresh:       "periodic": every side at its period; "drift": those sides that have drifted
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def _all_due(self) -> bool:
-        """Unscheduled measurements; and early ones: at the start, after an eighth, a quarter and half of a period."""
+        """Whether every side is due: unscheduled, or at the start, an eighth, a quarter or half of the first period."""
         if self._unscheduled or self.settings.overhead is None:
             return self._unscheduled
         early = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import bprong
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.capture.batches import Subset, copied
-from bprong.capture.measure import Arguments, observed
+from bprong.capture.measure import Arguments, recorded_run
 from bprong.likelihood.families import Likelihood, likelihood_of
 from bprong.optim.auto.linearized import curvature, linearized, output_of
 from helpers import SelfAttention, assert_close, assert_unchanged, classification, mlp, snapshot
@@ -29,7 +29,7 @@ def directions_of(model, k=2):
 def by_jacobian(model, x, direction, seed):
     """J d by reverse mode, one row of J at a time."""
     parameters = list(direction)
-    with observed(model, [], x, seed, errors=True) as (output, _):
+    with recorded_run(model, [], x, seed, errors=True) as (output, _):
         rows = [torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True) for f in output.flatten()]
     moved = [
         sum((g * direction[p]).sum() for p, g in zip(parameters, row, strict=True) if g is not None) for row in rows

@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bprong.capture.batches import without_listening
-from bprong.capture.measure import observed, random_numbers
+from bprong.capture.measure import random_numbers, recorded_run
 from bprong.likelihood.families import Likelihood
 
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
@@ -54,7 +54,7 @@ def output_of(model: nn.Module, x: Any, seed: int) -> Tensor:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for device in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(device, enabled=False))
-        output, _ = stack.enter_context(observed(model, [], x, seed, errors=False))
+        output, _ = stack.enter_context(recorded_run(model, [], x, seed, errors=False))
         return output
 
 

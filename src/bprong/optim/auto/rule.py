@@ -157,10 +157,10 @@ class AutoRule(AutoState):
     def _averaged(self, names: list[str], c: Tensor) -> Tensor:
         """The average of c with the coefficients before; α is clamped first, and afterwards at most twice its value."""
         old = c.new_tensor([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
-        if old[0] > 0:  # a batch that is fitted already allows any step, another none
+        if old[0] > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
             c[0] = c[0].clamp(old[0] / self.settings.highest_surprise, old[0] * self.settings.highest_surprise)
         mean = self.settings.keep_coefficients * old + (1 - self.settings.keep_coefficients) * c
-        mean[0] = min(float(mean[0]), 2 * float(c[0]))  # this batch may know that a step would be too long
+        mean[0] = min(float(mean[0]), 2 * float(c[0]))  # a small α of this batch counts at once
         return mean
 
     def _note_loss(self, t: int, found: Evaluation) -> None:
@@ -183,7 +183,7 @@ class AutoRule(AutoState):
     def _allowed_part(self, alpha: float, length: float, slope: float) -> float:
         """The part of a step that keeps ½dᵀFd within its bound and α ∇LᵀΔ within what the loss allows.
 
-        F does not see penalties on activations and the like, along which a slope could promise anything.
+        F does not contain penalties in the loss, which could make the promised decrease arbitrarily large.
         """
         bound = self._full_bound() * (1.0 if self.bound_part is None else self.bound_part)
         part = math.sqrt(bound / length) if length > bound else 1.0

@@ -18,7 +18,7 @@ class AutoSettings:
     evaluate_every        steps between evaluations thereafter
     evaluated_after_undo  steps that are all evaluated after an update was undone
     early_steps           steps at which statistics are measured again, since the first steps are the largest
-    exact_refreshes       refreshes after these before low rank is tried, while they follow each other closely
+    exact_refreshes       further refreshes before low rank is tried: early ones are too close for its search to pay
 
     Damping:
     initial_lambda, lowest_lambda, highest_lambda
@@ -28,8 +28,8 @@ class AutoSettings:
     raise_lambda, lower_lambda, lower_lambda_on_plateau
                           the factors by which it does
     plateau_ratio         if dᵀFd is less than this times λ‖d‖², λ alone limits the step: a plateau
-    faint_errors          D's mean eigenvalue counts as at least this times λ: certain outputs have faint errors
-    sampling_damping      of tr/N, added to ε: what N observations leave uncertain of an eigenvalue
+    faint_errors          a lower bound on D's mean eigenvalue, relative to λ, for outputs whose errors vanish
+    sampling_damping      times tr/N, added to ε: the sampling error of eigenvalues from N observations
     variance_spread       the ratio of variances above which each input is damped relative to its own
 
     Averages; each is what an average keeps at an evaluation:
@@ -38,15 +38,15 @@ class AutoSettings:
     keep_loss             of the loss; to the power of the steps between two evaluations
 
     Bounds:
-    lowest_trust          of s: with few batches in an epoch, the next one is biased against the last
+    lowest_trust          the lower bound of s, which is underestimated if an epoch has few batches
     highest_momentum, highest_fallback
                           of μ, and of β
     bound_share, bound_nats, bound_late
-                          ½dᵀFd is at most bound_share of the loss, or bound_nats if that is less than bound_late of it
+                          the bound on ½dᵀFd: bound_share · loss, or min(bound_nats, bound_late · loss) if that is more
     first_step            the part of this bound for the first step; it doubles after each good step
     smallest_step         the least part of this bound, after updates were undone
     highest_promise       α ∇LᵀΔ is at most this times the loss
-    highest_surprise      one evaluation counts as at most this many times more or less α than the average
+    highest_surprise      the factor by which α of one evaluation may differ from the average; it is clamped
     blow_up               the loss, relative to the first loss, above which the last update is undone
     """
 
