@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import bprong
-from helpers import assert_close, classification, snapshot
+from helpers import assert_close, classification, mlp, snapshot
 
 EXACT = {"fisher": "exact", "average": 0.0}
 
@@ -43,3 +43,18 @@ def assert_same_path(ours, expected, rtol=1e-10):
 def default_backend():
     """The default backend of torch.compile if there is a C++ compiler, which it needs on a CPU; else a simpler one."""
     return "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+
+
+def whitened(*widths, lr=0.05, momentum=0.9, dtype=torch.float64, **options):
+    """A perceptron of the paper's network with SGD and its `Rewhitening`."""
+    model = bprong.whiten_(mlp(*widths, dtype=dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    return model, optimizer, bprong.Rewhitening(model, optimizer, **options)
+
+
+def train_whitened(model, optimizer, rewhitening, x, y, steps):
+    for _ in range(steps):
+        rewhitening.step(x)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()

@@ -13,22 +13,10 @@ import bprong
 from bprong.capture.weights import weight_matrix_of
 from bprong.whitening.layers import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
+from training import train_whitened as train
+from training import whitened
 
 NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
-
-
-def whitened(*widths, lr=0.05, momentum=0.9, dtype=torch.float64, **options):
-    model = bprong.whiten_(mlp(*widths, dtype=dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, optimizer, bprong.Rewhitening(model, optimizer, **options)
-
-
-def train(model, optimizer, rewhitening, x, y, steps):
-    for _ in range(steps):
-        rewhitening.step(x)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("damping", [0.1, 1e-4])

@@ -213,7 +213,7 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
         ({"lr": "fast"}, "lr must be a number or \"auto\", not 'fast'"),
         ({"momentum": 1}, "less than 1, not 1"),
         ({"weight_decay": float("nan")}, "weight_decay must be"),
-        ({"every": 0}, "forward_every must be a whole number of at least 1"),
+        ({"every": 0}, "^every must be a whole number of at least 1, not 0"),
         ({"likelihood": "softmax"}, "likelihood must be one of"),
         ({"max_step": 0}, "max_step must be a finite number above 0, not 0"),
         ({"max_dim": 0}, "max_dim must be a whole number of at least 1, not 0"),

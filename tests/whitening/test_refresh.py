@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import bprong
@@ -19,7 +18,9 @@ from bprong.linalg.moments import error_moments, input_moments
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Schedule, Settings
-from helpers import Idle, assert_close, assert_unchanged, classification, mlp, snapshot
+from helpers import Idle, assert_close, assert_unchanged, classification, snapshot
+from training import train_whitened as train
+from training import whitened
 
 NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
@@ -96,20 +97,6 @@ def test_a_side_that_fails_does_not_stop_the_others():
 
 
 # Failures in the paper's network --------------------------------------------------------------------------------------
-
-
-def whitened(*widths, lr=0.05, momentum=0.9, dtype=torch.float64, **options):
-    model = bprong.whiten_(mlp(*widths, dtype=dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, optimizer, bprong.Rewhitening(model, optimizer, **options)
-
-
-def train(model, optimizer, rewhitening, x, y, steps):
-    for _ in range(steps):
-        rewhitening.step(x)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 def nan_batch(x):

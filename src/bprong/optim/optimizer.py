@@ -119,9 +119,10 @@ class BPRONG(Optimizer):
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._rule: StepRule = FixedRate(damping, max_step, self._options.fallback)
         if automatic:
-            batches = self._batches
             chosen = given != (None, None)
-            self._rule = Automatic(self._model, batches, self._likelihood, self._options, damping, chosen, max_step)
+            self._rule = Automatic(
+                self._model, self._batches, self._likelihood, self._options, damping, chosen, max_step
+            )
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every, overhead)
         self._refused = 0
         self._started: float | None = None

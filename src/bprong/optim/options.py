@@ -84,6 +84,7 @@ class Options:
         self, every: int | None, overhead: float | None, backward: bool, early_steps: tuple[int, ...]
     ) -> Settings:
         """The settings of the schedule; refuses options that have no effect in the mode they choose."""
+        every = None if every is None else integer("every", every, 1)
         forward_every = every if self.forward_every is None else self.forward_every
         backward_every = every if self.backward_every is None else self.backward_every
         periodic = forward_every is not None or backward_every is not None

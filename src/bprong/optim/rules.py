@@ -6,6 +6,7 @@ that does knows which rule there is. A new rule is one file with a subclass of `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Gradients:
     noted: bool
 
 
-class StepRule:
+class StepRule(ABC):
     """Turns the gradients of a step into a change of the parameters.
 
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
@@ -55,21 +56,21 @@ class StepRule:
     keeps_every_batch: bool = False
     undoes: bool = False
 
-    def check_group(self, group: Group) -> None:
+    def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it, as without the next two
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
 
-    def attach(self, parameters: list[Tensor]) -> None:
+    def attach(self, parameters: list[Tensor]) -> None:  # noqa: B027
         """Called once, with the parameters of the optimizer."""
 
+    @abstractmethod
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         """Moves the parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def damping(self, layer: Layer, side: Side) -> Damping:
         """The damping of a side for its next factor."""
-        raise NotImplementedError
 
-    def first_measured(self, measured: Mapping[str, LayerMoments]) -> None:
+    def first_measured(self, measured: Mapping[str, LayerMoments]) -> None:  # noqa: B027
         """Called with the moments of layers that were measured for the first time."""
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
@@ -87,7 +88,7 @@ class StepRule:
         """What outlives a step, tensors by the order of the parameters: tensors and plain values only."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:  # noqa: B027
         """Restores what `state_dict` returned."""
 
     def report(self) -> dict[str, float | None]:
