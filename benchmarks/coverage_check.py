@@ -74,10 +74,10 @@ def growth(name: str) -> tuple[int, int]:
     for _ in range(2):
         step(model, x, None)
     other = make()  # a first step, so that torch and its libraries load and set up everything before
-    step(other, x, bprong.BPRONG(other, likelihood="gaussian"))
+    step(other, x, bprong.BPRONG(other, lr=0.01, loss="gaussian"))
     del other
     before = resident()
-    optimizer = bprong.BPRONG(model, likelihood="gaussian")
+    optimizer = bprong.BPRONG(model, lr=0.01, loss="gaussian")
     for _ in range(2):
         step(model, x, optimizer)
     return bprong.coverage(model).memory, resident() - before
@@ -97,7 +97,7 @@ def memory(names: Sequence[str], threads: int) -> str:
 def layer_seconds(model: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> dict[str, float]:
     """Seconds of a factorisation and of a step of the optimizer when it trains one layer only."""
     settings: dict[str, Any] = {"params": parameters, "every": 1, "solver": "exact"}
-    optimizer = bprong.BPRONG(model, lr=1e-6, likelihood="gaussian", **settings)
+    optimizer = bprong.BPRONG(model, lr=1e-6, loss="gaussian", **settings)
     spent: dict[str, list[float]] = {"factorisation": [], "step": []}
     for _ in range(TIMED + 1):
         before = {part: seconds_on(optimizer, part) for part in spent}

@@ -59,7 +59,7 @@ class Training:
         self.model = problem.model(seed)
         self.optimizer: Any = SGD(self.model.parameters(), lr=lr)
         if method == "bprong":
-            self.optimizer = bprong.BPRONG(self.model, lr=lr, likelihood=problem.likelihood, **settings)
+            self.optimizer = bprong.BPRONG(self.model, problem.declared, lr, **settings)
         self.source = batches(data.x, data.y, problem.batch, seed)
 
     def train(self, steps: int) -> None:

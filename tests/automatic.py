@@ -10,8 +10,8 @@ from helpers import classification
 DATA = classification(60, 5, 3)
 
 
-def auto(model, **arguments):
-    return bprong.BPRONG(model, lr="auto", **arguments)
+def auto(model, loss="cross_entropy", **arguments):
+    return bprong.BPRONG(model, loss, lr="auto", **arguments)
 
 
 def loss_of(model):

@@ -98,7 +98,9 @@ def train(model, optimizer, data, call=None, observe=False):
 
 
 def build(model, kind=bprong.BPRONG, **settings):
-    return kind(model, **({"lr": 0.05, "momentum": 0.5, "every": 3, "options": EXACT} | settings))
+    return kind(
+        model, **({"loss": "cross_entropy", "lr": 0.05, "momentum": 0.5, "every": 3, "options": EXACT} | settings)
+    )
 
 
 def path(problem, model, steps=7, call=None, observe=False, **settings):
@@ -215,7 +217,9 @@ class OneHot(nn.Module):
         return self.linear(F.one_hot(tokens, self.linear.in_features).to(self.linear.weight))
 
 
-SETTINGS = {"lr": 0.05, "momentum": 0.8, "every": 3, "options": {"fisher": "exact", "average": 0.5}}
+SETTINGS = {
+    "loss": "cross_entropy", "lr": 0.05, "momentum": 0.8, "every": 3, "options": {"fisher": "exact", "average": 0.5},
+}  # fmt: skip
 
 
 def walk(model, x, y, steps=8, **settings):
@@ -244,9 +248,9 @@ def assert_one_path(model, written_out, x, y, rtol=1e-9, **settings):
     return optimizer
 
 
-def stepped(model, x, y, likelihood="categorical", **settings):
+def stepped(model, x, y, loss="cross_entropy", **settings):
     """An optimizer after its first step, at which everything is measured."""
-    optimizer = bprong.BPRONG(model, likelihood=likelihood, **({"options": EXACT} | settings))
+    optimizer = bprong.BPRONG(model, loss, **({"lr": 0.01, "options": EXACT} | settings))
     output = model(x)
     F.cross_entropy(output.flatten(0, -2), y.flatten()).backward()
     optimizer.step()

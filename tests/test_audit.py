@@ -34,7 +34,7 @@ def brute_force_G(model, x):
 def test_the_exact_matrix_is_the_brute_force_one():
     model = mlp(4, 3, 3)
     x, _ = classification(15, 4, 3)
-    G = fisher_matrices(fisher_factors(model, x))["exact"]
+    G = fisher_matrices(fisher_factors(model, x, "cross_entropy"))["exact"]
     assert_close(G, brute_force_G(model, x), 1e-12)
 
 
@@ -42,7 +42,7 @@ def test_the_kronecker_forms_are_those_of_the_paper():
     """G̃_ij = E[z̄_i z̄_jᵀ] ⊗ E[δ_i δ_jᵀ], Ğ its diagonal blocks."""
     model = mlp(4, 3, 3)
     x, _ = classification(15, 4, 3)
-    found = fisher_factors(model, x)
+    found = fisher_factors(model, x, "cross_entropy")
     matrices = fisher_matrices(found)
     z0 = torch.cat([torch.ones(15, 1, dtype=torch.float64), x], dim=1)
     z1 = torch.cat([torch.ones(15, 1, dtype=torch.float64), model[1](model[0](x)).detach()], dim=1)
@@ -91,7 +91,10 @@ def test_whitening_keeps_the_function_and_brings_the_matrix_closer_to_the_identi
     networks = in_three_coordinates(mlp(5, 4, 3), x, 1e-3, 1e-4)
     for model in networks.values():
         assert_close(model(x), networks["plain"](x), 1e-9)
-    distance = {name: bprong.audit(m, x)["matrices"]["block"]["distance_scaled"] for name, m in networks.items()}
+    distance = {
+        name: bprong.audit(m, x, "cross_entropy")["matrices"]["block"]["distance_scaled"]
+        for name, m in networks.items()
+    }
     assert distance["bidirectional"] < distance["whitened"] < distance["plain"]
 
 
@@ -102,9 +105,9 @@ def test_second_moments_alone_give_the_same_block_measures(bias, backward, monke
     model = mlp(5, 4, 3, bias=bias)
     if backward is not None:
         model = in_three_coordinates(model, x, 0.1, 0.1)["bidirectional" if backward else "whitened"]
-    full = bprong.audit(model, x)
+    full = bprong.audit(model, x, "cross_entropy")
     monkeypatch.setattr(importlib.import_module("bprong.audit"), "EXACT_UP_TO", 0)  # bprong.audit is the function
-    cheap = bprong.audit(model, x)
+    cheap = bprong.audit(model, x, "cross_entropy")
     assert set(cheap["matrices"]) == {"block"}
     assert cheap["parameters"] == full["parameters"] == (4 * (5 + bias) + 3 * (4 + bias))
     for key, value in full["matrices"]["block"].items():
@@ -142,8 +145,8 @@ def test_sequences_have_exact_and_block_matrices():
             return self.layer(x)
 
     x = torch.randn(4, 5, 3, dtype=torch.float64)
-    report = bprong.audit(Sequence(), x)
-    flat = bprong.audit(nn.Sequential(Sequence().layer), x.reshape(-1, 3))
+    report = bprong.audit(Sequence(), x, "cross_entropy")
+    flat = bprong.audit(nn.Sequential(Sequence().layer), x.reshape(-1, 3), "cross_entropy")
     assert set(report["matrices"]) == {"exact", "block"}
     assert report["parameters"] == flat["parameters"] == 8
 
@@ -157,7 +160,7 @@ def test_sequences_have_exact_and_block_matrices():
 )
 def test_models_that_cannot_be_audited_are_refused(model, x, message):
     with pytest.raises(ValueError, match=message):
-        bprong.audit(model, x)
+        bprong.audit(model, x, "cross_entropy")
 
 
 def test_the_default_device_does_not_matter(monkeypatch):
@@ -166,13 +169,13 @@ def test_the_default_device_does_not_matter(monkeypatch):
     model = in_three_coordinates(mlp(5, 4, 3), x, 0.1, 0.1)["bidirectional"]
     for exact_up_to in (3000, 0):
         monkeypatch.setattr(importlib.import_module("bprong.audit"), "EXACT_UP_TO", exact_up_to)
-        expected = bprong.audit(model, x)
+        expected = bprong.audit(model, x, "cross_entropy")
         with torch.device("meta"):
-            assert bprong.audit(model, x) == expected
+            assert bprong.audit(model, x, "cross_entropy") == expected
 
 
 def test_the_report_contains_plain_numbers_only():
     import json
 
     x, _ = classification(20, 5, 3)
-    assert json.loads(json.dumps(bprong.audit(mlp(5, 3), x)))["parameters"] == 18
+    assert json.loads(json.dumps(bprong.audit(mlp(5, 3), x, "cross_entropy")))["parameters"] == 18

@@ -67,7 +67,7 @@ def test_only_the_innermost_line_of_the_user_counts():
 def test_a_refresh_of_the_network_that_fails_points_at_the_call_of_step():
     x, _ = classification(20, 5, 3)
     model = bprong.whiten_(mlp(5, 3))
-    rewhitening = bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rewhitening = bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy")
     x[0, 0] = math.nan
     found, expected = warning_of(partial(rewhitening.step, x))
     assert found == expected
@@ -113,7 +113,7 @@ def with_closure(optimizer):
 @pytest.mark.parametrize("method", [bprong.BPRONG, bprong.PRONG])
 def test_a_warning_of_an_optimizer_points_at_the_call_of_step_through_all_wrappers(method, wrapped):
     model = UsedTwice()
-    optimizer = method(model, lr=0.01, every=1)
+    optimizer = method(model, "cross_entropy", lr=0.01, every=1)
     step = wrapped(optimizer)
     F.cross_entropy(model(torch.randn(20, 5)), torch.arange(20) % 5).backward()
     found, expected = warning_of(step)
@@ -122,7 +122,7 @@ def test_a_warning_of_an_optimizer_points_at_the_call_of_step_through_all_wrappe
 
 def test_a_warning_about_a_checkpoint_points_at_the_call_of_load_state_dict():
     model = mlp(5, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(model, lr=0.01)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
     found, expected = warning_of(partial(optimizer.load_state_dict, state))
     assert found == expected

@@ -28,7 +28,7 @@ def train(model, optimizer, data, call=None, loss=F.cross_entropy):
 def path(model, steps=20, call=None, prepare=lambda model: None, dtype=torch.float64, **options):
     """The parameters of a model after some steps of BPRONG."""
     x, y = classification(60, 5, 3, dtype=dtype)
-    settings = {"every": 5, "options": EXACT} | options
+    settings = {"loss": "cross_entropy", "every": 5, "options": EXACT} | options
     prepare(model)
     optimizer = bprong.BPRONG(model, lr=0.1, **settings)
     train(model, optimizer, batches(x, y, 20, steps), call)
@@ -45,11 +45,11 @@ def default_backend():
     return "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
-def whitened(*widths, lr=0.05, momentum=0.9, dtype=torch.float64, **options):
+def whitened(*widths, loss="cross_entropy", lr=0.05, momentum=0.9, dtype=torch.float64, **options):
     """A perceptron of the paper's network with SGD and its `Rewhitening`."""
     model = bprong.whiten_(mlp(*widths, dtype=dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, optimizer, bprong.Rewhitening(model, optimizer, **options)
+    return model, optimizer, bprong.Rewhitening(model, optimizer, loss, **options)
 
 
 def train_whitened(model, optimizer, rewhitening, x, y, steps):

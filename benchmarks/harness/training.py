@@ -80,9 +80,7 @@ def optimizer_for(model: nn.Module, problem: Problem, method: str, lr: str, **se
     if family in ("bprong", "prong"):
         kind = getattr(bprong, family.upper())
         rate = lr if lr == "auto" else float(lr)
-        optimizer: Optimizer = kind(
-            model, **{"lr": rate, "likelihood": problem.likelihood, "weight_decay": decay} | settings
-        )
+        optimizer: Optimizer = kind(model, **{"lr": rate, "loss": problem.declared, "weight_decay": decay} | settings)
         return optimizer
     if method in ("adam", "bn-adam"):
         return Adam(model.parameters(), lr=float(lr), weight_decay=decay)
@@ -195,7 +193,7 @@ class Run:
         for buffer, before in kept:
             buffer.copy_(before)
         accuracy = math.nan
-        if self.problem.likelihood == "categorical":
+        if not y.is_floating_point() and output.ndim == y.ndim + 1:
             accuracy = float((output.argmax(-1) == y).sum() / (y >= 0).sum())
         return float(loss) / len(x) if self.problem.summed else float(loss), accuracy
 

@@ -27,9 +27,10 @@ class Problem:
 
     model:        makes the network for a seed
     batch, steps: batch size, and steps of a full run
+    declared:     the loss as it is declared to our optimizers
     evaluated:    at most this many training rows are used to measure the loss
     summed:       the loss is a sum over the batch; it is reported per example
-    penalty:      a term of the loss beside the likelihood, computed from the model
+    penalty:      a term of the loss that is not declared, computed from the model
     floor:        the least possible loss
     optimizer:    the optimizer of ours that is used with lr="auto"
     clip:         gradients are clipped to this norm; 0 means not at all
@@ -41,7 +42,7 @@ class Problem:
     data: Callable[[], Data]
     batch: int
     steps: int
-    likelihood: str = "categorical"
+    declared: Any = "cross_entropy"
     loss: Loss = F.cross_entropy
     evaluated: int = 10_000
     summed: bool = False

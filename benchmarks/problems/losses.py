@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +27,8 @@ def single_bit(logits: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits[:, 0], y)
 
 
-def summed_squares(output: Tensor, y: Tensor) -> Tensor:
-    """Half of the squared error, summed over the batch."""
-    return 0.5 * ((output - y) ** 2).sum()
-
-
-def weighted_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y, weight=RARE_CLASS_WEIGHTS)
-
-
-def smoothed_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y, label_smoothing=0.1)
-
-
-SQUARES: dict[str, Any] = {"likelihood": "gaussian", "loss": F.mse_loss}
-BITS: dict[str, Any] = {"likelihood": "bernoulli", "loss": F.binary_cross_entropy_with_logits}
+summed_squares = partial(F.mse_loss, reduction="sum")
+weighted_cross_entropy = partial(F.cross_entropy, weight=RARE_CLASS_WEIGHTS)
+smoothed_cross_entropy = partial(F.cross_entropy, label_smoothing=0.1)
+SQUARES: dict[str, Any] = {"declared": F.mse_loss, "loss": F.mse_loss}
+BITS: dict[str, Any] = {"declared": "bce_with_logits", "loss": F.binary_cross_entropy_with_logits}

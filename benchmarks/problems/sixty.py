@@ -114,17 +114,19 @@ TARGETS = {
     ),
     "multi-sum": small(
         "thirty outputs, a loss summed over the batch", net(10, 64, 30, activation=nn.Tanh), data.thirty_outputs, 64,
-        300, "gaussian", losses.summed_squares, summed=True
+        300, losses.summed_squares, losses.summed_squares, summed=True
     ),
     "multilabel-rare": small("forty binary targets, few of them 1", net(20, 64, 40), data.rare_labels, 64, 300, **BITS),
-    "cancer-bce": small("one binary target", net(30, 32, 1), data.cancer_bits, 64, 300, "bernoulli", losses.single_bit),
+    "cancer-bce": small(
+        "one binary target", net(30, 32, 1), data.cancer_bits, 64, 300, "bce_with_logits", losses.single_bit
+    ),
     "imbalance-weights": small(
         "a rare class that weighs twenty times as much", net(20, 64, 2), data.imbalanced, 64, 300,
-        loss=losses.weighted_cross_entropy
+        declared=losses.weighted_cross_entropy, loss=losses.weighted_cross_entropy
     ),
     "smoothing": small(
-        "smoothed labels", THREE_LAYERS, data.all_digits, 64, 300, loss=losses.smoothed_cross_entropy,
-        floor=losses.LEAST_SMOOTHED
+        "smoothed labels", THREE_LAYERS, data.all_digits, 64, 300, losses.smoothed_cross_entropy,
+        losses.smoothed_cross_entropy, floor=losses.LEAST_SMOOTHED
     ),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ def paper(batch: int, steps: int) -> Problem:
 
 def coder(batch: int, steps: int) -> Problem:
     """The deep autoencoder on MNIST."""
-    loss: dict[str, Any] = {"likelihood": "bernoulli", "loss": bits_per_image, "evaluated": 5000}
+    loss: dict[str, Any] = {"declared": "bernoulli", "loss": bits_per_image, "evaluated": 5000}
     return Problem(f"autoencoder, batch {batch}", networks.autoencoder, data.mnist_autoencoding, batch, steps, **loss)
 
 

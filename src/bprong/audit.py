@@ -23,11 +23,11 @@ from bprong.capture.backprop import errors_of, roots_of
 from bprong.capture.batches import without_listening
 from bprong.capture.measure import recorded_run
 from bprong.capture.weights import weight_matrix_of
-from bprong.likelihood.families import Likelihood, likelihood_of
+from bprong.checks import takes_loss
+from bprong.likelihood.loss import Declaration, declared_loss
 from bprong.linalg.moments import finite, float64_copy
 from bprong.network.layers import WhitenedLinear
 
-LinearLayer = nn.Linear | WhitenedLinear
 EXACT_UP_TO = 3000  # parameters: a matrix of 72 MB, and a few seconds for its eigenvalues
 
 
@@ -57,37 +57,40 @@ class FisherFactors:
         """E[δδᵀ] between this layer and another, summed over rows, per target."""
         return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.targets
 
-    def scores(self) -> Tensor:
-        """∂(−log p)/∂(b, W) for every root and example, stacked by columns as vec does: (roots · n, parameters)."""
-        return torch.einsum("nri,knro->knio", self.z_bar, self.delta).flatten(0, 1).flatten(1)
 
-
-def fisher_factors(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical") -> list[FisherFactors]:
+@takes_loss
+def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFactors]:
     """z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model is left as it was.
 
     Convolutions, and layers too wide to be whitened in one block, are left out.
     """
     roots: dict[str, list[FisherFactors]] = defaultdict(list)
-    for found in _each_root(model, x, likelihood):
+    for found in _each_root(model, x, loss):
         roots[found.name].append(found)
     return [replace(own[0], delta=torch.cat([found.delta for found in own])) for own in roots.values()]
 
 
-def second_moments(
-    model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical"
-) -> dict[str, tuple[Tensor, Tensor]]:
+@takes_loss
+def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
     """E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates, without storing the errors of each example."""
     sides: dict[str, tuple[Tensor, Tensor]] = {}
-    for found in _each_root(model, x, likelihood):
+    for found in _each_root(model, x, loss):
         Z, D = sides.get(found.name) or (found.Z(found), found.delta.new_zeros(()))
         sides[found.name] = (Z, D + found.D(found))
     return sides
 
 
-def _each_root(model: nn.Module, x: Any, likelihood: str | Likelihood) -> Iterator[FisherFactors]:
+def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFactors]:
     """The factors of every layer for one root after the other, as the backward passes deliver them."""
-    likelihood = likelihood_of(likelihood)
-    layers = _linear_layers(model)
+    likelihood = declared_loss(loss).likelihood
+    layers = {
+        name: m
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear
+        or (isinstance(m, WhitenedLinear) and not m.forward_blocks.lead and not m.backward_blocks.lead)
+    }
+    if not layers:
+        raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
     weights = [weight_matrix_of(name, layer) for name, layer in layers.items()]
     with without_listening(), recorded_run(model, weights, x, seed=0, errors=True) as (output, calls):
         likelihood.check(output)
@@ -107,19 +110,7 @@ def _each_root(model: nn.Module, x: Any, likelihood: str | Likelihood) -> Iterat
             )
 
 
-def _linear_layers(model: nn.Module) -> dict[str, LinearLayer]:
-    layers: dict[str, LinearLayer] = {
-        name: m
-        for name, m in model.named_modules()
-        if type(m) is nn.Linear
-        or (isinstance(m, WhitenedLinear) and not m.forward_blocks.lead and not m.backward_blocks.lead)
-    }
-    if not layers:
-        raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
-    return layers
-
-
-def _own_inputs(layer: LinearLayer, z: Tensor) -> Tensor:
+def _own_inputs(layer: nn.Module, z: Tensor) -> Tensor:
     """z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
     z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
     if isinstance(layer, WhitenedLinear):
@@ -132,8 +123,9 @@ def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
 
     G̃ relates layers example by example and is left out if layers see several rows for an example.
     """
-    scores = torch.cat([a.scores() for a in layers], dim=1)
-    matrices = {"exact": scores.T @ scores / layers[0].targets}
+    # ∂(−log p)/∂(b, W) for every root and example, stacked by columns as vec does: (roots, n, parameters)
+    scores = torch.cat([torch.einsum("nri,knro->knio", a.z_bar, a.delta).flatten(2) for a in layers], dim=2)
+    matrices = {"exact": torch.einsum("knp,knq->pq", scores, scores) / layers[0].targets}
     if all(a.z_bar.shape[1] == 1 for a in layers):
         matrices["kronecker"] = torch.cat(
             [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
@@ -175,28 +167,26 @@ def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[
     return identity_measures(torch.linalg.eigvalsh(G), float(between) ** 2, eps)
 
 
-def audit(model: nn.Module, x: Any, likelihood: str | Likelihood = "categorical") -> dict[str, Any]:
+@takes_loss
+def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     """Measures how close to the identity the model's Fisher matrix on x is, in the coordinates its optimizer sees.
 
     Returns plain numbers: "parameters", how many there are; "matrices", the measures of `identity_measures` for each of
     "exact", "kronecker" and "block"; "layers", how far from white z̄ and δ of each layer are (0: white, relative to
     ‖I‖). Above 3,000 parameters "matrices" has "block" only, computed from its factors without forming a matrix.
 
-    >>> report = audit(nn.Sequential(nn.Linear(3, 2)), torch.randn(20, 3))
+    >>> report = audit(nn.Sequential(nn.Linear(3, 2)), torch.randn(20, 3), "cross_entropy")
     >>> report["parameters"], sorted(report["matrices"])
     (8, ['block', 'exact', 'kronecker'])
     """
-    parameters = sum(p.numel() for layer in _linear_layers(model).values() for p in layer.parameters())
+    sides = second_moments(model, x, loss)
+    parameters = sum(len(Z) * len(D) for Z, D in sides.values())
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if parameters <= EXACT_UP_TO:
-        found = fisher_factors(model, x, likelihood)
-        matrices = {
-            kind: matrix_measures(G, [layer.parameters for layer in found], eps)
-            for kind, G in fisher_matrices(found).items()
-        }
-        sides = {layer.name: (layer.Z(layer), layer.D(layer)) for layer in found}
+        found = fisher_factors(model, x, loss)
+        sizes = [layer.parameters for layer in found]
+        matrices = {kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(found).items()}
     else:
-        sides = second_moments(model, x, likelihood)
         matrices = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
     return {
         "parameters": parameters,

@@ -29,7 +29,7 @@ def _float64():
 def walk(model, batches, loss, method=bprong.BPRONG, told=False):
     """The parameters after some steps; told: targets are given by observe(x, y)."""
     options = EXACT if method is bprong.BPRONG else {"average": 0.5}  # PRONG measures no errors
-    optimizer = method(model, lr=0.05, momentum=0.5, every=2, options=options)
+    optimizer = method(model, "cross_entropy", lr=0.05, momentum=0.5, every=2, options=options)
     for x, y in batches:
         if told:
             optimizer.observe(x, y)
@@ -113,7 +113,7 @@ def test_rows_that_receive_errors_by_attention_count_though_their_own_target_is_
     y = torch.randint(5, (5, 4))
     y[:, :3] = -100
     walk(model, [], cross_entropy)
-    optimizer = bprong.BPRONG(model, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, options=EXACT)
     cross_entropy(model(tokens), y).backward()
     optimizer.step()
     layers = optimizer._whitening.layers
@@ -138,12 +138,12 @@ def test_padding_is_left_out_of_micro_batches_and_of_subsamples():
     (x, y) = padded[0]
     (flat, _) = rows[0]
     model = mlp(4, 6, 3)
-    optimizer = bprong.BPRONG(model, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, options=EXACT)
     for part in (slice(0, 2), slice(2, 6)):
         cross_entropy(model(x[part]), y[part]).backward()
     optimizer.step()
     assert_close(optimizer._whitening.layers["0"].c, flat.mean(0), 1e-12)
-    sampled = bprong.BPRONG(model, options=EXACT | {"examples": 2})
+    sampled = bprong.BPRONG(model, "cross_entropy", lr=0.01, options=EXACT | {"examples": 2})
     cross_entropy(model(x), y).backward()
     sampled.step()
     assert_close(sampled._whitening.layers["0"].c, x[::3][y[::3] >= 0].mean(0), 1e-12)
@@ -153,7 +153,7 @@ def test_a_batch_in_which_every_target_is_ignored():
     """Nothing is learnt from such a batch, and nothing breaks."""
     model = mlp(4, 3)
     x = torch.randn(6, 4)
-    optimizer = bprong.BPRONG(model, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, options=EXACT)
     F.cross_entropy(model(x), torch.randint(3, (6,))).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -217,7 +217,7 @@ def test_a_weight_with_unrecorded_uses_follows_the_fallback_rule(kind, names, me
     model = ByHand(kind).float()
     tokens = torch.randint(6, (5, 3))
     y = torch.randint(6, (5, 3))
-    optimizer = method(model)
+    optimizer = method(model, "cross_entropy", lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(tokens).flatten(0, 1), y.flatten()).backward()
@@ -230,7 +230,7 @@ def test_a_weight_with_unrecorded_uses_follows_the_fallback_rule(kind, names, me
         names = []
     reasons = set(optimizer.report().fallback.values())
     assert reasons == {"its weight is also used in a way that cannot be recorded"}
-    fresh = method(ByHand(kind).float())
+    fresh = method(ByHand(kind).float(), "cross_entropy", lr=0.01)
     fresh.load_state_dict(optimizer.state_dict())
     assert list(fresh._whitening.layers) == list(optimizer._whitening.layers)
     assert fresh.report().fallback == optimizer.report().fallback

@@ -38,7 +38,7 @@ def brute_force_D(logits_of, shape, xs):
 
 
 def measured(model, x, y):
-    optimizer = bprong.BPRONG(model, options={"fisher": "exact", "average": 0.0})
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, options={"fisher": "exact", "average": 0.0})
     F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     optimizer.step()
     return optimizer._whitening.layers

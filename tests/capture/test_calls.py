@@ -78,7 +78,7 @@ def test_torch_functions_are_restored_after_an_error():
             return self.layer(x)
 
     model = Failing()
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     F.cross_entropy(model(torch.randn(5, 4)), torch.arange(5) % 3).backward()
     model.fail = True
     with pytest.raises(RuntimeError, match="the model failed"):
@@ -221,7 +221,7 @@ def test_a_model_that_returns_something_else_is_recorded():
 
     model = Named()
     x = torch.randn(6, 4)
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     with optimizer.recording() as record:
         output = model(x)["scores"]
         record(output)

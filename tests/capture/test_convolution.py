@@ -97,7 +97,9 @@ def test_channels_only_is_one_block_that_all_kernel_positions_share():
     conv = nn.Conv2d(3, 4, 2, padding=1)
     x = torch.randn(9, 3, 3, 3) + 1
     model = nn.Sequential(conv, nn.Flatten(), nn.Linear(64, 3))
-    optimizer = bprong.BPRONG(model, options={"channels": True, "average": 0.0}, forward_damping=0.1)
+    optimizer = bprong.BPRONG(
+        model, "cross_entropy", lr=0.01, options={"channels": True, "average": 0.0}, forward_damping=0.1
+    )
     F.cross_entropy(model(x), torch.randint(3, (9,))).backward()
     g_W = conv.weight.grad.clone()
     g_b = conv.bias.grad.clone()
@@ -136,7 +138,7 @@ def test_masks_are_split_into_chunks_as_rows_are(monkeypatch):
     y[[1, 4]] = -100
     chunked = stepped(model, x, y)._whitening.layers["0"]
     monkeypatch.undo()
-    whole = bprong.BPRONG(model, options=EXACT)
+    whole = bprong.BPRONG(model, "cross_entropy", lr=0.01, options=EXACT)
     kept = y >= 0
     model_x = x[kept].unfold(2, 2, 1).permute(0, 2, 1, 3).reshape(-1, 4)
     assert_close(chunked.c, model_x.mean(0), 1e-12)

@@ -24,7 +24,7 @@ def tensors_in(state):
 
 
 def stepped(model, x, y, **settings):
-    optimizer = bprong.BPRONG(model, **settings)
+    optimizer = bprong.BPRONG(model, "cross_entropy", **({"lr": 0.01} | settings))
     F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     optimizer.step()
     return optimizer
@@ -51,7 +51,7 @@ def test_the_predicted_memory_is_the_memory_used(name, method):
     predicted = bprong.coverage(model, backward=method is bprong.BPRONG).memory
     kept = {}
     for solver in ("exact", "auto"):
-        optimizer = method(model, solver=solver)
+        optimizer = method(model, "cross_entropy", lr=0.01, solver=solver)
         F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
         tensors = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state_dict())}
@@ -76,7 +76,7 @@ def test_every_parameter_has_a_row():
 def test_coverage_and_optimizer_agree():
     for make, _ in MODELS.values():
         model = make()
-        optimizer = bprong.BPRONG(model)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
         fallback = bprong.coverage(model).fallback
         assert fallback == optimizer.report().fallback
         covered = {id(p) for p in optimizer._whitening.covered}
@@ -149,7 +149,7 @@ def test_max_dim_must_be_a_positive_whole_number(max_dim):
     with pytest.raises(ValueError, match="max_dim must be a whole number of at least 1"):
         bprong.coverage(nn.Linear(3, 2), max_dim=max_dim)
     with pytest.raises(ValueError, match="max_dim must be a whole number of at least 1"):
-        bprong.BPRONG(nn.Linear(3, 2), max_dim=max_dim)
+        bprong.BPRONG(nn.Linear(3, 2), "cross_entropy", lr=0.01, max_dim=max_dim)
 
 
 # Too wide to factor ---------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ import resource, torch, bprong
 from torch import nn
 resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**30, 3 * 2**30))
 model = nn.Sequential(nn.Linear(50_000, 8), nn.ReLU(), nn.Linear(8, 50_000))
-optimizer = bprong.BPRONG(model)
+optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
 for _ in range(2):
     torch.nn.functional.cross_entropy(model(torch.randn(16, 50_000)), torch.arange(16)).backward()
     optimizer.step()

@@ -7,14 +7,16 @@ from torch import nn
 
 import bprong
 from bprong.capture.measure import record
-from bprong.likelihood.families import Categorical, likelihood_of
+from bprong.likelihood.families import Categorical
+from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, classification, mlp
 
 
-def measure(model, x, y=None, *, likelihood="categorical", fisher="exact", errors=True, seed=0):
+def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=True, seed=0):
     kinds = (nn.Linear, bprong.WhitenedLinear)
     layers = {name: (m, m.bias is not None) for name, m in model.named_modules() if isinstance(m, kinds)}
-    return record(model, layers, x, y, likelihood=likelihood_of(likelihood), fisher=fisher, errors=errors, seed=seed)
+    likelihood = declared_loss(loss).likelihood
+    return record(model, layers, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
 
 
 def brute_force_D(model, layer, x):
@@ -70,8 +72,8 @@ def test_empirical_D_uses_the_labels_of_the_data():
 def test_exact_D_of_elementwise_likelihoods_is_the_mean_over_samples(choice):
     model = mlp(5, 4, 3)
     (x, _) = classification(50, 5, 3)
-    exact = measure(model, x, likelihood=choice)["0"].delta.second
-    draws = [measure(model, x, likelihood=choice, fisher="sampled", seed=s)["0"].delta.second for s in range(200)]
+    exact = measure(model, x, loss=choice)["0"].delta.second
+    draws = [measure(model, x, loss=choice, fisher="sampled", seed=s)["0"].delta.second for s in range(200)]
     assert_close(sum(draws) / len(draws), exact, 0.06)
 
 
@@ -165,7 +167,7 @@ def test_an_output_that_is_not_finite_gives_errors_that_are_not_finite():
     seen = measure(model, x, fisher="sampled")
     assert not seen["0"].z.finite
     assert not seen["0"].delta.finite
-    assert isinstance(likelihood_of("categorical"), Categorical)
+    assert isinstance(declared_loss("cross_entropy").likelihood, Categorical)
 
 
 def test_bf16_autocast_measures_what_float32_does():
@@ -217,8 +219,8 @@ def test_exact_D_is_the_mean_over_samples_also_if_rows_are_not_independent(model
 def test_exact_roots_of_sequences_take_one_position_at_a_time(choice):
     model = Mixing()
     x = torch.randn(3, 4, 3, dtype=torch.float64)
-    exact = measure(model, x, likelihood=choice)["inner"].delta.second
-    draws = [measure(model, x, likelihood=choice, fisher="sampled", seed=s)["inner"].delta.second for s in range(1500)]
+    exact = measure(model, x, loss=choice)["inner"].delta.second
+    draws = [measure(model, x, loss=choice, fisher="sampled", seed=s)["inner"].delta.second for s in range(1500)]
     assert_close(sum(draws) / len(draws), exact, 0.06)
 
 

@@ -8,14 +8,16 @@ from torch.utils.checkpoint import checkpoint
 
 import bprong
 from bprong.capture.measure import record
-from bprong.likelihood.families import Likelihood, likelihood_of
+from bprong.likelihood.families import Likelihood
+from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 
 
-def measure(model, x, y=None, *, likelihood="categorical", fisher="exact", errors=True, seed=0):
+def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=True, seed=0):
     kinds = (nn.Linear, bprong.WhitenedLinear)
     layers = {name: (m, m.bias is not None) for name, m in model.named_modules() if isinstance(m, kinds)}
-    return record(model, layers, x, y, likelihood=likelihood_of(likelihood), fisher=fisher, errors=errors, seed=seed)
+    likelihood = declared_loss(loss).likelihood
+    return record(model, layers, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
 
 
 class Restless(nn.Module):
@@ -63,7 +65,7 @@ def test_a_measurement_that_fails_leaves_no_trace():
     before = snapshot(model)
     random = torch.random.get_rng_state()
     with pytest.raises(RuntimeError, match="no"):
-        measure(model, x, likelihood=Failing(), fisher="sampled")
+        measure(model, x, loss=Failing(), fisher="sampled")
     assert_unchanged(before, snapshot(model))
     assert torch.equal(random, torch.random.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

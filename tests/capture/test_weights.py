@@ -101,7 +101,7 @@ def test_packed_parameters_are_decayed_once():
     mha = nn.MultiheadAttention(4, 2, batch_first=True)
     nn.init.normal_(mha.in_proj_bias)
     model = SelfAttention(mha, nn.Linear(4, 3))
-    optimizer = bprong.BPRONG(model, lr=0.1, weight_decay=0.5)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, weight_decay=0.5)
     F.cross_entropy(model(torch.randn(5, 3, 4)).flatten(0, 1), torch.arange(15) % 3).backward()
     optimizer.step()
     before = snapshot(model)
@@ -134,7 +134,7 @@ def test_the_padding_of_an_embedding_does_not_count():
 
     tokens = torch.tensor([[1, 2, 6], [3, 6, 6], [4, 5, 1]])
     with_padding = model(6)
-    optimizer = bprong.BPRONG(with_padding, options={"fisher": "exact", "average": 0.0})
+    optimizer = bprong.BPRONG(with_padding, "cross_entropy", lr=0.01, options={"fisher": "exact", "average": 0.0})
     F.cross_entropy(with_padding(tokens).flatten(0, 1), torch.randint(3, (9,))).backward()
     optimizer.step()
     layer = optimizer._whitening.layers["0"]
@@ -143,7 +143,7 @@ def test_the_padding_of_an_embedding_does_not_count():
     assert torch.equal(with_padding[0].weight[6], torch.zeros(4))
     plain = model(None)  # the same errors, of which those at padding are left out of D
     plain[0].weight.data[6] = 0
-    reference = bprong.BPRONG(plain, options={"fisher": "exact", "average": 0.0})
+    reference = bprong.BPRONG(plain, "cross_entropy", lr=0.01, options={"fisher": "exact", "average": 0.0})
     F.cross_entropy(plain(tokens).flatten(0, 1), torch.randint(3, (9,))).backward()
     reference.step()
     D = reference._whitening.layers["0"].backward.moments.second
@@ -156,7 +156,7 @@ def test_sparse_and_rescaled_embeddings_follow_the_fallback_rule_and_sparse_grad
     assert list(bprong.coverage(rescaled).fallback) == ["0.weight"]
     sparse = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 3))
     assert "sparse=True" in bprong.coverage(sparse).fallback["0.weight"]
-    optimizer = bprong.BPRONG(sparse)
+    optimizer = bprong.BPRONG(sparse, "cross_entropy", lr=0.01)
     F.cross_entropy(sparse(torch.tensor([1, 2])), torch.tensor([0, 1])).backward()
     with pytest.raises(TypeError, match="use sparse=False"):
         optimizer.step()
@@ -256,7 +256,7 @@ def test_a_new_centre_does_not_move_the_bias_if_the_weight_does_not_move():
     y = torch.arange(20) % 3
     linear = model[0]
     groups = [{"params": [linear.weight], "lr": 0.1}, {"params": [linear.bias], "lr": 0.01}]
-    optimizer = bprong.BPRONG(model, params=groups, momentum=0.9, every=2, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, params=groups, momentum=0.9, every=2, options=EXACT)
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

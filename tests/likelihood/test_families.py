@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_of, nontrivial
-from bprong.likelihood.loss import loss_behind
+from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood, nontrivial
 from helpers import assert_close
 
-ALL = ["categorical", "bernoulli", "gaussian"]
+FAMILIES = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 def output_of_one(m=3):
@@ -24,16 +23,16 @@ def exact_fisher(choice, output):
     return torch.diag(p * (1 - p)) if choice == "bernoulli" else torch.eye(output.shape[-1], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("choice", ALL)
+@pytest.mark.parametrize("choice", FAMILIES)
 def test_roots_multiply_to_the_fisher_matrix(choice):
     output = output_of_one()
-    total = sum(torch.outer(g[0], g[0]) for g in likelihood_of(choice).roots(output))
+    total = sum(torch.outer(g[0], g[0]) for g in FAMILIES[choice]().roots(output))
     assert_close(total, exact_fisher(choice, output), 1e-14)
 
 
-@pytest.mark.parametrize("choice", ALL)
+@pytest.mark.parametrize("choice", FAMILIES)
 def test_sampled_errors_have_the_fisher_matrix_as_second_moment(choice):
-    model = likelihood_of(choice)
+    model = FAMILIES[choice]()
     n = 200_000
     output = output_of_one().expand(n, -1).clone().requires_grad_()
     y = model.sample(output)
@@ -42,9 +41,9 @@ def test_sampled_errors_have_the_fisher_matrix_as_second_moment(choice):
     assert_close(g.mean(0), torch.zeros(3), 0.02)
 
 
-@pytest.mark.parametrize("choice", ALL)
+@pytest.mark.parametrize("choice", FAMILIES)
 def test_nll_is_torchs_own_loss_per_target(choice):
-    model = likelihood_of(choice)
+    model = FAMILIES[choice]()
     output = torch.randn(5, 3, dtype=torch.float64)
     y = model.sample(output)
     expected = {
@@ -93,7 +92,7 @@ def test_one_output_per_example_may_be_flat(model):
 )
 def test_an_output_that_does_not_fit_is_refused(choice, output, message):
     with pytest.raises(ValueError, match=message):
-        likelihood_of(choice).check(output)
+        FAMILIES[choice]().check(output)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_an_output_that_does_not_fit_is_refused(choice, output, message):
 )
 def test_targets_that_do_not_fit_are_refused(choice, y, message):
     with pytest.raises(ValueError, match=message):
-        likelihood_of(choice).check_targets(torch.zeros(4, 3), y)
+        FAMILIES[choice]().check_targets(torch.zeros(4, 3), y)
 
 
 def test_categorical_nll_takes_distributions_over_classes():
@@ -121,9 +120,9 @@ def test_categorical_nll_takes_distributions_over_classes():
 # What lr="auto" asks of a family --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", ALL)
+@pytest.mark.parametrize("choice", FAMILIES)
 def test_nll_is_nonnegative_and_takes_float64_as_declared(choice):
-    model = likelihood_of(choice)
+    model = FAMILIES[choice]()
     assert model.nonnegative
     assert model.takes_float64
     output = torch.randn(50, 3)
@@ -132,29 +131,14 @@ def test_nll_is_nonnegative_and_takes_float64_as_declared(choice):
     assert values.min() >= 0
 
 
-@pytest.mark.parametrize("choice", ALL)
-def test_the_gradient_determines_the_scale_as_declared(choice):
-    """With known targets of another loss, families that declare it look for other targets; a Gaussian gives up."""
-    model = likelihood_of(choice)
-    output = torch.randn(20, 3, dtype=torch.float64)
-    y = model.sample(output).roll(1, 0)
-    other = y.roll(1, 0)
-    leaf = output.clone().requires_grad_()
-    value = 0.37 * model.total_nll(leaf, other)
-    (G,) = torch.autograd.grad(value, leaf)
-    found = loss_behind(model, output, G, y=y, value=value.detach())
-    assert model.scale_in_gradient == (found is not None)
-    if found is not None:
-        assert found.scale == pytest.approx(0.37)
-        assert_close(found.y.double(), other.double(), 1e-9)
-
-
 def test_a_users_own_likelihood_declares_nothing():
     own = Poisson()
-    assert not any((own.nonnegative, own.takes_float64, own.scale_in_gradient))
-    assert own.loss_varies_by > Gaussian().loss_varies_by > 1
+    output = torch.randn(4, 2)
+    assert not any((own.nonnegative, own.takes_float64))
     assert own.not_ignored(torch.zeros(4, 2)) is None
-    assert loss_behind(own, torch.zeros(4, 2), torch.ones(4, 2), value=1.0) is None
+    assert own.hard_targets(output, output) is None
+    assert own.targets_behind(output, output, 1e-4) is None
+    assert own.class_dim(output, output) is None
 
 
 def test_a_mask_is_kept_if_it_selects_some_targets_but_not_all():
@@ -177,7 +161,7 @@ class Poisson(Likelihood):
 
 
 def test_a_users_own_likelihood():
-    model = likelihood_of(Poisson())
+    model = Poisson()
     output = torch.zeros(50_000, 2, dtype=torch.float64, requires_grad=True)
     (g,) = torch.autograd.grad(model.total_nll(output, model.sample(output)), output)
     assert_close(g.T @ g / len(g), torch.eye(2), 0.05)  # a Poisson's Fisher information by its log rate is the rate
@@ -194,11 +178,6 @@ def test_a_reduced_loss_of_a_users_own_is_refused():
 
     with pytest.raises(ValueError, match="leave out the sum or mean"):
         Averaged().total_nll(torch.zeros(4, 2), torch.zeros(4, 2))
-
-
-def test_the_error_for_an_unknown_likelihood_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'categorical', 'bernoulli', 'gaussian'.*not 'softmax'"):
-        likelihood_of("softmax")
 
 
 @pytest.mark.parametrize("model", [Bernoulli(), Gaussian()])

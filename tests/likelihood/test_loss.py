@@ -1,302 +1,81 @@
-"""A loss is read off its gradient at the output: its scale, its targets, and how it changes with the output."""
+"""What a user may declare as the loss, what is refused, and that the options of a loss are read when they are used."""
+
+import copy
+import functools
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 
 from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood
-from bprong.likelihood.loss import loss_behind
-from helpers import assert_close
-
-REDUCTIONS = st.sampled_from(["mean", "sum"])
-MULTIPLES = st.sampled_from([1.0, 0.37, 12.3, 2.0**16, 1e-6])
-SEEDS = st.integers(0, 2**31)
-
-
-def behind(likelihood, loss_of, output, **known):
-    """The loss read off the gradient of loss_of; valued: its value is given too."""
-    leaf = output.clone().requires_grad_()
-    value = loss_of(leaf)
-    (G,) = torch.autograd.grad(value, leaf)
-    if known.pop("valued", False):
-        known["value"] = value.detach()
-    return loss_behind(likelihood, output, G, **known)
-
-
-def change(found, before, after):
-    """By how much the loss found changes, apart from a penalty in it: κ Σ_t w_t (−log p)."""
-    counted = int((found.weights != 0).sum())
-    return found.scale * counted * (found.mean(after) - found.mean(before))
-
-
-def assert_is(found, loss_of, output, scale, rtol=1e-9):
-    """The scale is right, and the loss found changes with the output as the user's loss does."""
-    assert found.scale == pytest.approx(scale, rel=rtol)
-    for size in (1e-3, 1.0):
-        after = output + size * torch.randn_like(output)
-        losses = float(loss_of(after)), float(loss_of(output))
-        assert change(found, output, after) == pytest.approx(losses[0] - losses[1], abs=rtol * sum(losses))
-
-
-def random(shape, seed, spread=2.0):
-    torch.manual_seed(seed)
-    return spread * torch.randn(shape, dtype=torch.float64)
-
-
-def total(reduction, count):
-    return 1 if reduction == "sum" else count
-
-
-# Classes --------------------------------------------------------------------------------------------------------------
-
-CLASSES = [(6, 2), (6, 5), (3, 4, 7), (1, 3)]
-
-
-def rows(output, y):
-    return output.flatten(end_dim=-2), y.flatten(end_dim=-2) if y.is_floating_point() else y.flatten()
-
-
-@pytest.mark.parametrize("shape", CLASSES)
-@given(seed=SEEDS, reduction=REDUCTIONS, multiple=MULTIPLES, ignored=st.booleans())
-def test_hard_labels_and_ignored_ones(shape, seed, reduction, multiple, ignored):
-    output = random(shape, seed)
-    y = torch.randint(shape[-1], shape[:-1])
-    if ignored and y.numel() > 1:
-        y.view(-1)[::2] = -100
-
-    def loss_of(output):
-        return multiple * F.cross_entropy(*rows(output, y), reduction=reduction)
-
-    found = behind(Categorical(), loss_of, output)
-    assert_is(found, loss_of, output, multiple / total(reduction, int((y != -100).sum())))
-    assert found.certain
-    assert torch.equal(found.y, y)
-    assert torch.equal(found.weights == 0, y.flatten() == -100)
-    assert torch.equal(behind(Categorical(), loss_of, output, scale=found.scale).y, y)
-
-
-@pytest.mark.parametrize("shape", [(12, 2), (6, 5), (3, 4, 7)])
-@given(seed=SEEDS, reduction=REDUCTIONS, multiple=MULTIPLES, smoothing=st.floats(0.01, 0.4))
-def test_smoothed_labels(shape, seed, reduction, multiple, smoothing):
-    output = random(shape, seed)
-    y = torch.randint(shape[-1], shape[:-1])
-    y.view(-1)[0] = -100
-
-    def loss_of(output):
-        return multiple * F.cross_entropy(*rows(output, y), reduction=reduction, label_smoothing=smoothing)
-
-    found = behind(Categorical(), loss_of, output)
-    assert_is(found, loss_of, output, multiple / total(reduction, y.numel() - 1), 1e-8)
-    q = (1 - smoothing) * F.one_hot(y.clamp(min=0), shape[-1]).double() + smoothing / shape[-1]
-    assert_close(found.y[y >= 0], q[y >= 0], 1e-8)
-    assert found.certain
-
-
-@given(seed=SEEDS, multiple=MULTIPLES, classes=st.integers(3, 6), reduction=REDUCTIONS)
-def test_mixed_labels(seed, multiple, classes, reduction):
-    """Mixup: each target is a mixture of two classes, so a third class has probability zero."""
-    output = random((20, classes), seed)
-    share = torch.rand(20, 1, dtype=torch.float64)
-    pairs = torch.rand(20, classes).argsort(1)[:, :2]
-    q = share * F.one_hot(pairs[:, 0], classes) + (1 - share) * F.one_hot(pairs[:, 1], classes)
-
-    def loss_of(output):
-        return multiple * F.cross_entropy(output, q, reduction=reduction)
-
-    found = behind(Categorical(), loss_of, output)
-    assert_is(found, loss_of, output, multiple / total(reduction, 20))
-    assert_close(found.y, q, 1e-9)
-    assert found.certain
-
-
-@pytest.mark.parametrize("classes", [2, 4])
-@given(seed=SEEDS)
-def test_weighted_classes(classes, seed):
-    output = random((30, classes), seed)
-    weight = torch.rand(classes, dtype=torch.float64) + 0.2
-    y = torch.cat([torch.randint(classes, (28,)), torch.arange(2)])
-    y[3] = -100
-
-    def loss_of(output):
-        return F.cross_entropy(output, y, weight=weight)
-
-    found = behind(Categorical(), loss_of, output)
-    assert_is(found, loss_of, output, 1 / 29)
-    assert torch.equal(found.y, y)
-    assert float(found.weights[y.flatten() >= 0].mean()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("classes", [2, 5])
-@given(seed=SEEDS, reduction=REDUCTIONS)
-def test_labels_that_are_all_soft_need_the_losss_value(classes, seed, reduction):
-    """With a teacher's probabilities κ comes from the value; if κ is customary, a small penalty does no harm."""
-    output = random((20, classes), seed)
-    q = random((20, classes), seed + 1, 1.0).softmax(-1)
-
-    def loss_of(output, penalty=0.0):
-        return F.cross_entropy(output, q, reduction=reduction) + penalty
-
-    scale = 1 / total(reduction, 20)
-    assert_is(behind(Categorical(), loss_of, output, valued=True), loss_of, output, scale)
-    penalised = behind(Categorical(), lambda f: loss_of(f, 0.03 * loss_of(f).detach()), output, valued=True)
-    assert_is(penalised, loss_of, output, scale)
-    assert not penalised.certain
-    guess = behind(Categorical(), loss_of, output)
-    assert guess is None or not guess.certain
-
-
-def test_any_scale_of_soft_labels_is_found_from_the_value():
-    output = random((20, 4), 0)
-    q = random((20, 4), 1, 1.0).softmax(-1)
-
-    def loss_of(output):
-        return 0.73 * F.cross_entropy(output, q)
-
-    found = behind(Categorical(), loss_of, output, valued=True)
-    assert_is(found, loss_of, output, 0.73 / 20)
-    assert_close(found.y, q, 1e-9)
-
-
-def test_a_network_whose_output_is_zero():
-    output = torch.zeros(8, 4, dtype=torch.float64)
-    y = torch.randint(4, (8,))
-    found = behind(Categorical(), lambda f: F.cross_entropy(f, y), output)
-    assert found.scale == pytest.approx(1 / 8)
-    assert torch.equal(found.y, y)
-
-
-def test_targets_predicted_with_certainty_count_as_ignored():
-    output = random((8, 4), 0)
-    y = torch.arange(8) % 4
-    output[:3] = 900 * F.one_hot(y[:3], 4)
-    found = behind(Categorical(), lambda f: F.cross_entropy(f, y, reduction="sum"), output)
-    assert found.scale == pytest.approx(1)
-    assert found.y.tolist() == [-100, -100, -100, *y[3:].tolist()]
-
-
-@pytest.mark.parametrize("noise", [1.0, 0.1, 1e-2, 1e-3])
-@pytest.mark.parametrize("classes", [2, 10])
-def test_nearly_perfect_predictions_still_determine_the_scale(noise, classes):
-    """In float32, where p − q is little more than rounding."""
-    y = torch.randint(classes, (250,))
-    q = 0.9 * F.one_hot(y, classes) + 0.1 / classes
-    output = (q.log() + noise * torch.randn(250, classes)).float()
-    found = behind(Categorical(), lambda f: F.cross_entropy(f, y, label_smoothing=0.1), output)
-    assert found.scale == pytest.approx(1 / 250, rel=1e-3)
-    assert_close(found.y, q, 1e-5)
-
-
-def test_perfect_predictions_give_no_loss_rather_than_a_wrong_one():
-    y = torch.arange(20) % 4
-    output = (95.0 * F.one_hot(y, 4) + 0.1 * torch.randn(20, 4)).float()
-    assert behind(Categorical(), lambda f: F.cross_entropy(f, y), output) is None
-
-
-# Bits -----------------------------------------------------------------------------------------------------------------
-
-BITS = [(40,), (8, 5), (3, 4, 7), (2, 1, 5, 6)]
-
-
-@pytest.mark.parametrize("shape", BITS)
-@pytest.mark.parametrize("grey", [False, True])
-@given(seed=SEEDS, reduction=REDUCTIONS, multiple=MULTIPLES)
-def test_hard_and_soft_bits(shape, grey, seed, reduction, multiple):
-    output = random(shape, seed)
-    y = torch.rand(shape, dtype=torch.float64)
-    y = torch.where(torch.rand(shape) < 0.5, y, y.round()) if grey else y.round()
-    y.view(-1)[:4] = torch.tensor([0.0, 1.0, 0.0, 1.0])  # some hard targets
-
-    def loss_of(output):
-        return multiple * F.binary_cross_entropy_with_logits(output, y, reduction=reduction)
-
-    found = behind(Bernoulli(), loss_of, output)
-    assert_is(found, loss_of, output, multiple / total(reduction, y.numel()))
-    assert_close(found.y, y, 1e-9)
-    assert found.certain
-
-
-@given(seed=SEEDS, reduction=REDUCTIONS)
-def test_bits_that_are_all_soft_need_the_losss_value(seed, reduction):
-    output = random((20, 6), seed)
-    y = 0.1 + 0.8 * torch.rand(20, 6, dtype=torch.float64)
-
-    def loss_of(output):
-        return F.binary_cross_entropy_with_logits(output, y, reduction=reduction)
-
-    found = behind(Bernoulli(), loss_of, output, valued=True)
-    assert_is(found, loss_of, output, 1 / total(reduction, 120))
-    assert_close(found.y, y, 1e-9)
-    known = behind(Bernoulli(), loss_of, output, scale=found.scale)
-    assert torch.equal(known.y, found.y)
-
-
-def test_ignored_images():
-    output = random((5, 1, 4, 4), 0)
-    y = torch.rand(5, 1, 4, 4, dtype=torch.float64).round()
-
-    def loss_of(output):
-        return F.binary_cross_entropy_with_logits(output[1:], y[1:], reduction="sum") / 4
-
-    found = behind(Bernoulli(), loss_of, output)
-    assert_is(found, loss_of, output, 0.25)
-    assert found.weights.tolist() == [0, 1, 1, 1, 1]
-
-
-# Numbers --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", BITS)
-@given(seed=SEEDS, reduction=REDUCTIONS, multiple=MULTIPLES, half=st.booleans())
-def test_numbers_need_the_losss_value_or_the_targets(shape, seed, reduction, multiple, half):
-    output = random(shape, seed)
-    y = random(shape, seed + 1)
-    multiple = multiple / 2 if half else multiple
-
-    def loss_of(output):
-        return multiple * F.mse_loss(output, y, reduction=reduction)
-
-    scale = 2 * multiple / total(reduction, y.numel())
-    by_value = behind(Gaussian(), loss_of, output, valued=True)
-    assert_is(by_value, loss_of, output, scale)
-    assert_close(by_value.y, y, 1e-9)
-    assert not by_value.certain
-    by_targets = behind(Gaussian(), loss_of, output, y=y)
-    assert_is(by_targets, loss_of, output, scale)
-    assert by_targets.certain
-    assert behind(Gaussian(), loss_of, output) is None
-
-
-def test_a_small_penalty_does_not_hide_a_customary_scale():
-    output = random((8, 5), 0)
-    y = random((8, 5), 1)
-    found = behind(Gaussian(), lambda f: F.mse_loss(f, y) + 0.005 * F.mse_loss(output, y), output, valued=True)
-    assert_is(found, lambda f: F.mse_loss(f, y), output, 2 / 40)
-
-
-@pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli()])
-def test_one_number_alone(likelihood):
-    output = torch.tensor([0.3], dtype=torch.float64)
-    found = loss_behind(likelihood, output, torch.tensor([0.2], dtype=torch.float64), value=0.1, scale=1.0)
-    assert found.weights.shape == found.y.shape == (1,)
-    assert found.mean(output) > 0
-
-
-def test_ignored_rows_do_not_count():
-    output = random((8, 5), 0)
-    y = random((8, 5), 1)
-
-    def loss_of(output):
-        return F.mse_loss(output[2:], y[2:])
-
-    for known in ({"y": y}, {"valued": True}):
-        found = behind(Gaussian(), loss_of, output, **known)
-        assert_is(found, loss_of, output, 2 / 30)
-        assert found.weights.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
-
-
-# Known targets, a user's own likelihood, and gradients that do not determine a loss -----------------------------------
+from bprong.likelihood.loss import ACCEPTED, declared_loss
+
+f = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5], [0.0, 3.0, 1.0], [-2.0, 0.5, 0.75]], dtype=torch.float64)
+LABELS = torch.tensor([2, 0, 0, 1])
+BITS = F.one_hot(LABELS, 3).double()
+WEIGHT = torch.tensor([0.5, 1.0, 3.0])
+
+MODULES = {
+    nn.CrossEntropyLoss: (F.cross_entropy, ("cross_entropy",), Categorical, LABELS),
+    nn.NLLLoss: (F.nll_loss, ("nll", "nll_loss"), Categorical, LABELS),
+    nn.BCEWithLogitsLoss: (
+        F.binary_cross_entropy_with_logits,
+        ("bce_with_logits", "binary_cross_entropy_with_logits"),
+        Bernoulli,
+        BITS,
+    ),
+    nn.MSELoss: (F.mse_loss, ("mse", "mse_loss"), Gaussian, BITS),
+}
+WORDS = {"categorical": (Categorical, LABELS), "bernoulli": (Bernoulli, BITS), "gaussian": (Gaussian, BITS)}
+
+
+# What is accepted -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_its_function_and_its_names_are_one_loss(module):
+    function, names, family, y = MODULES[module]
+    for given in (module(), function, functools.partial(function), *names):
+        loss = declared_loss(given)
+        assert type(loss.likelihood) is family
+        assert loss.value(f, y) == function(f, y)
+        assert not loss.sums
+        assert not loss.weighted
+
+
+OPTIONS = [
+    (nn.CrossEntropyLoss, {"reduction": "sum"}),
+    (nn.CrossEntropyLoss, {"weight": WEIGHT, "ignore_index": 0, "label_smoothing": 0.25}),
+    (nn.CrossEntropyLoss, {"label_smoothing": 0.1, "reduction": "sum"}),
+    (nn.NLLLoss, {"weight": WEIGHT, "reduction": "sum", "ignore_index": 1}),
+    (nn.BCEWithLogitsLoss, {"pos_weight": WEIGHT}),
+    (nn.BCEWithLogitsLoss, {"weight": WEIGHT, "reduction": "sum"}),
+    (nn.MSELoss, {"reduction": "sum"}),
+]
+
+
+@pytest.mark.parametrize(("module", "options"), OPTIONS)
+def test_options_of_a_module_and_of_a_partial_function_are_those_of_the_loss(module, options):
+    function, _, _, y = MODULES[module]
+    in_float64 = {name: o.double() if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    for given in (module(**options), functools.partial(function, **options)):
+        loss = declared_loss(given)
+        assert loss.value(f, y) == function(f, y, **in_float64)
+        assert loss.sums == (options.get("reduction") == "sum")
+        assert loss.weighted == ("weight" in options or "pos_weight" in options)
+        if "ignore_index" in options:
+            assert loss.likelihood.ignore_index == options["ignore_index"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_papers_words_are_the_mean_nll_of_a_target(word):
+    family, y = WORDS[word]
+    loss = declared_loss(word)
+    assert type(loss.likelihood) is family
+    assert loss.value(f, y) == family().nll(f, y).mean()
+    assert loss.multiple(f, y, sums=False) == 1
 
 
 class Poisson(Likelihood):
@@ -307,70 +86,196 @@ class Poisson(Likelihood):
         return torch.poisson(output.exp())
 
 
-def test_the_loss_of_a_users_own_likelihood_needs_its_targets():
-    output = random((8, 3), 0, 0.5)
-    y = torch.poisson(output.exp())
-
-    def loss_of(output):
-        return 3 * F.poisson_nll_loss(output, y)
-
-    found = behind(Poisson(), loss_of, output, y=y)
-    assert_is(found, loss_of, output, 3 / 24)
-    assert behind(Poisson(), loss_of, output) is None
-    assert behind(Poisson(), lambda f: f.sin().sum(), output, y=y) is None  # not a loss of this likelihood
-    assert behind(Poisson(), lambda f: -loss_of(f), output, y=y) is None
+def test_a_users_own_likelihood_is_the_mean_nll_of_a_target():
+    own = Poisson()
+    loss = declared_loss(own)
+    assert loss.likelihood is own
+    assert loss.name == "Poisson"
+    assert loss.value(f, BITS) == pytest.approx(float(own.nll(f, BITS).mean()))
 
 
-class SinglePrecision(Poisson):
-    """Its nll accepts float32 only, as one with float32 parameters does."""
-
-    def nll(self, output, y):
-        return super().nll(output @ torch.eye(3), y)
-
-
-def test_a_users_own_likelihood_is_evaluated_in_the_dtype_of_the_output():
-    output = random((8, 3), 0, 0.5).float()
-    y = torch.poisson(output.exp())
-    single = behind(SinglePrecision(), lambda f: F.poisson_nll_loss(f, y), output, y=y)
-    double = behind(Poisson(), lambda f: F.poisson_nll_loss(f, y.double()), output.double(), y=y.double())
-    along = torch.randn(8, 3)
-    assert_close(single.mean(output), double.mean(output.double()), 1e-5)
-    assert_close(single.slopes(output, [along]), double.slopes(output.double(), [along.double()]), 1e-5)
+def test_the_name_is_the_one_that_the_user_knows():
+    for given, name in (
+        (nn.CrossEntropyLoss(), "nn.CrossEntropyLoss"),
+        (F.mse_loss, "F.mse_loss"),
+        (functools.partial(F.mse_loss, reduction="sum"), "F.mse_loss"),
+        ("bce_with_logits", '"bce_with_logits"'),
+        ("categorical", '"categorical"'),
+    ):
+        assert declared_loss(given).name == name
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_smoothed_labels_are_found_although_classes_are_given(smoothing):
-    output = random((20, 4), 0)
-    y = torch.randint(4, (20,))
-
-    def loss_of(output):
-        return F.cross_entropy(output, y, label_smoothing=smoothing)
-
-    assert_is(behind(Categorical(), loss_of, output, y=y), loss_of, output, 1 / 20, 1e-8)
-    with pytest.raises(ValueError, match="class indices of shape"):
-        behind(Categorical(), loss_of, output, y=y[:, None])
+class Renamed(nn.CrossEntropyLoss):
+    """A subclass that computes what its parent computes."""
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Gaussian()])
-@pytest.mark.parametrize("gradient", [0.0, float("nan"), float("inf")])
-def test_a_gradient_that_is_zero_or_not_finite_gives_no_loss(likelihood, gradient):
-    assert loss_behind(likelihood, torch.zeros(4, 3), torch.full((4, 3), gradient), value=1.0) is None
+def test_a_subclass_that_computes_the_same_is_accepted():
+    assert declared_loss(Renamed(reduction="sum")).value(f, LABELS) == F.cross_entropy(f, LABELS, reduction="sum")
 
 
-# Precision ------------------------------------------------------------------------------------------------------------
+def test_a_loss_of_a_sequence_is_that_of_its_positions():
+    sequence = f.reshape(2, 2, 3)
+    y = LABELS.reshape(2, 2)
+    assert declared_loss("cross_entropy").value(sequence, y) == F.cross_entropy(f, LABELS)
+    assert declared_loss(nn.NLLLoss(reduction="sum")).value(sequence, y) == F.nll_loss(f, LABELS, reduction="sum")
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
-def test_low_precision_and_saturated_outputs(dtype, rtol):
-    """Losses are computed in float32 from an output that autocast may have rounded; their gradients are rounded too."""
-    for spread in (0.5, 3.0, 20.0):
-        output = random((250, 10), 0, spread).to(dtype)
-        y = torch.randint(10, (250,))
-        bits = torch.rand(250, 10).round()
-        classes = behind(Categorical(), lambda f, y=y: F.cross_entropy(f.float(), y), output)
-        assert classes.scale == pytest.approx(1 / 250, rel=rtol)
-        assert ((classes.y == y) | (classes.y == -100)).all()
-        found = behind(Bernoulli(), lambda f, y=bits: F.binary_cross_entropy_with_logits(f.float(), y), output)
-        assert found.scale == pytest.approx(1 / 2500, rel=rtol)
-        smoothed = behind(Categorical(), lambda f, y=y: F.cross_entropy(f.float(), y, label_smoothing=0.1), output)
-        assert smoothed.scale == pytest.approx(1 / 250, rel=rtol)
+@pytest.mark.parametrize("module", MODULES)
+def test_values_of_each_element_are_taken_for_a_mean(module):
+    """With reduction="none" the user reduces them, and the check of the gradient finds out how."""
+    function, _, _, y = MODULES[module]
+    loss = declared_loss(module(reduction="none"))
+    assert loss.value(f, y) == function(f, y)
+    assert not loss.sums
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+@pytest.mark.parametrize(
+    "given", [nn.CrossEntropyLoss(weight=WEIGHT), F.mse_loss, functools.partial(F.nll_loss, reduction="sum"), "mse"]
+)
+def test_a_copy_is_the_same_loss(given, clone):
+    loss = declared_loss(given)
+    y = BITS if isinstance(loss.likelihood, Gaussian) else LABELS
+    assert clone(loss).value(f, y) == loss.value(f, y)
+
+
+# Multiples of −log p --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "options"), [*OPTIONS, *((module, {}) for module in MODULES)])
+def test_the_loss_is_a_multiple_of_the_mean_nll_unless_weights_differ(module, options):
+    """The sum over targets is that many times their mean; a mean over elements is divided by those of a target."""
+    _, _, family, y = MODULES[module]
+    loss = declared_loss(module(**options))
+    if loss.weighted or "label_smoothing" in options:
+        return
+    log_p = f.log_softmax(-1) if module is nn.NLLLoss else f
+    expected = loss.multiple(log_p, y, loss.sums) * family().nll(log_p, y).mean()
+    assert loss.value(log_p, y) == pytest.approx(float(expected))
+
+
+def test_the_sum_with_class_weights_is_a_multiple_of_the_weighted_mean():
+    loss = declared_loss(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"))
+    weighted_mean = F.cross_entropy(f, LABELS, weight=WEIGHT.double())
+    assert loss.value(f, LABELS) == pytest.approx(float(loss.multiple(f, LABELS, True) * weighted_mean))
+
+
+def test_the_gradient_is_that_of_the_value():
+    for given, y in ((nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), LABELS), ("mse", BITS)):
+        loss = declared_loss(given)
+        expected = torch.autograd.functional.jacobian(functools.partial(loss.value, y=y), f)
+        with torch.no_grad():
+            assert torch.equal(loss.gradient(f, y), expected)
+
+
+# Options are read when they are used ----------------------------------------------------------------------------------
+
+
+def test_weights_that_are_changed_after_the_declaration_count():
+    criterion = nn.CrossEntropyLoss(weight=WEIGHT)
+    loss = declared_loss(criterion)
+    before = loss.value(f, LABELS)
+    criterion.weight.mul_(torch.tensor([4.0, 1.0, 1.0]))
+    assert loss.value(f, LABELS) != before
+    assert loss.value(f, LABELS) == F.cross_entropy(f, LABELS, weight=criterion.weight.double())
+    criterion.weight = None
+    assert not loss.weighted
+    assert loss.value(f, LABELS) == F.cross_entropy(f, LABELS)
+
+
+def test_other_options_that_are_changed_after_the_declaration_count():
+    criterion = nn.CrossEntropyLoss()
+    loss = declared_loss(criterion)
+    criterion.reduction = "sum"
+    assert loss.sums
+    assert loss.value(f, LABELS) == F.cross_entropy(f, LABELS, reduction="sum")
+    criterion.label_smoothing = 0.3
+    assert loss.value(f, LABELS) == F.cross_entropy(f, LABELS, reduction="sum", label_smoothing=0.3)
+
+
+def test_weights_follow_the_dtype_and_the_device_of_the_output():
+    loss = declared_loss(nn.CrossEntropyLoss(weight=WEIGHT.double()))
+    assert loss.value(f.float(), LABELS).dtype is torch.float32
+    assert declared_loss(functools.partial(F.cross_entropy, weight=WEIGHT)).value(f, LABELS).dtype is torch.float64
+    assert declared_loss("bce_with_logits").value(f, BITS.float()).dtype is torch.float64
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+class Focal(nn.CrossEntropyLoss):
+    """A loss of its own behind the name of a known one."""
+
+    def forward(self, input, target):
+        p = input.softmax(-1).gather(1, target[:, None])
+        return (-(1 - p) * p.log()).mean()
+
+
+def own_loss(output, y):
+    return (output - y).abs().mean()
+
+
+REFUSED = {
+    "Huber": (nn.HuberLoss(), TypeError, "HuberLoss"),
+    "smooth L1": (F.smooth_l1_loss, TypeError, "smooth_l1_loss"),
+    "CTC": (nn.CTCLoss(), TypeError, "CTCLoss"),
+    "a lambda": (lambda output, y: output.sum(), TypeError, "<lambda>"),
+    "a function": (own_loss, TypeError, "own_loss"),
+    "BCELoss": (nn.BCELoss(), TypeError, "BCELoss"),
+    "binary_cross_entropy": (F.binary_cross_entropy, TypeError, "binary_cross_entropy"),
+    "a learning rate": (0.01, TypeError, "0.01"),
+    "True": (True, TypeError, "True"),
+    "the value of a loss": (torch.tensor(0.3), TypeError, "Tensor"),
+    "a class of modules": (nn.CrossEntropyLoss, TypeError, "CrossEntropyLoss"),
+    "a class of likelihoods": (Poisson, TypeError, "Poisson"),
+    "a subclass with a forward of its own": (Focal(), TypeError, "Focal"),
+    "an unknown name": ("softmax", ValueError, "'softmax'"),
+    "the name of a module": ("CrossEntropyLoss", ValueError, "'CrossEntropyLoss'"),
+    "auto": ("auto", ValueError, "'auto'"),
+    "a partial with positional arguments": (functools.partial(F.cross_entropy, f), TypeError, "partial"),
+    "a partial with unknown options": (functools.partial(F.cross_entropy, size_average=True), TypeError, "partial"),
+    "a partial of another function": (functools.partial(F.huber_loss, delta=0.5), TypeError, "partial"),
+    "a model": (nn.Linear(2, 2), TypeError, "Linear"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_refused_with_what_can(name):
+    given, error, shown = REFUSED[name]
+    with pytest.raises(error) as caught:
+        declared_loss(given)
+    message = str(caught.value)
+    assert message.startswith(f"loss cannot be {shown}.")
+    assert ACCEPTED in message
+    assert "bprong.Likelihood" in message
+    assert "nll(output, y)" in message
+    assert "sample(output)" in message
+
+
+@pytest.mark.parametrize("given", ["softmax", nn.HuberLoss()])
+def test_the_list_names_everything_that_is_accepted(given):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        declared_loss(given)
+    names = ["nll", "cross_entropy", "bce_with_logits", "mse", *WORDS]
+    for accepted in [f"nn.{module.__name__}" for module in MODULES] + [f'"{name}"' for name in names]:
+        assert accepted in str(caught.value)
+        if accepted.startswith('"'):
+            declared_loss(accepted.strip('"'))
+
+
+@pytest.mark.parametrize("given", [nn.BCELoss(), F.binary_cross_entropy])
+def test_a_binary_cross_entropy_of_probabilities_is_refused_with_the_way_to_logits(given):
+    with pytest.raises(TypeError, match=r"Remove the sigmoid at the end of the model and use nn\.BCEWithLogitsLoss"):
+        declared_loss(given)
+    with pytest.raises(TypeError) as caught:
+        declared_loss(nn.HuberLoss())
+    assert "sigmoid" not in str(caught.value)
+
+
+def test_without_a_loss_nothing_can_be_computed_but_which_targets_count():
+    loss = declared_loss(None)
+    gradient = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    assert loss.likelihood.counted_in(gradient, gradient).tolist() == [False, True]
+    for method in (loss.likelihood.nll, lambda *_: loss.likelihood.sample(f)):
+        with pytest.raises(TypeError, match="no loss was declared"):
+            method(f, LABELS)

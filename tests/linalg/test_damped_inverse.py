@@ -32,8 +32,7 @@ def assert_whitens(root, rtol=1e-10):
     d = len(root.matrix)
     damped = root.second + torch.diag(root.damping)
     assert_close(root.matrix @ damped @ root.matrix.T, torch.eye(d), rtol, "U(Ž+ε)Uᵀ")
-    assert_close(root.matrix @ root.inverse, torch.eye(d), rtol, "U U⁻¹")
-    assert_close(root.inverse @ root.inverse.T, damped, rtol, "U⁻¹ U^-T")
+    assert_close(torch.linalg.inv(root.matrix.T @ root.matrix), damped, rtol, "(UᵀU)⁻¹")
 
 
 def test_assert_whitens_can_fail():
@@ -156,8 +155,6 @@ def test_cholesky_falls_back_to_eigh_for_an_indefinite_moment():
         (lambda: root_of(spd(3), -0.1), "at least 0, not -0.1"),
         (lambda: root_of(spd(3), float("nan")), "finite"),
         (lambda: Damping(0.1, "median"), "'median'"),
-        (lambda: root_of(spd(3), 0.1, "svd"), "solver must be one of .*'eigh'.*, not 'svd'"),
-        (lambda: root_of(torch.zeros(2, 3)), r"square matrix, not a tensor of \(2, 3\)"),
     ],
 )
 def test_errors_about_arguments_say_what_is_allowed(call, message):

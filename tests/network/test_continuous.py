@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bprong import Damping, WhiteningError
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.moments import Moments, input_moments
-from bprong.network.continuous import CONTINUOUS, Track, centred_rows, damping_rows, distance
-from bprong.network.coordinates import BackwardChange, ForwardChange, NearIdentity, Quotient
+from bprong.network.continuous import DRIFT, Track, centred_rows, damping_rows
+from bprong.network.coordinates import Change, NearIdentity, Quotient
 from helpers import EPS, assert_close, spd
 
 EYE = torch.eye(8, dtype=torch.float64)
@@ -116,46 +116,67 @@ def test_on_rank_deficient_input_damping_bounds_U_which_diverges_without_it():
 def test_each_coordinate_gets_its_own_damping_within_a_cycle():
     epsilon = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     assert_close((added(epsilon, 0.25, 0) + added(epsilon, 0.25, 1)) / 2, torch.diag(epsilon), 1e-12)
-    assert damping_rows(EYE, 0 * EYE.diagonal(), 0.25, 0).shape == (0, 8)
-    variance = torch.tensor([4.0, 0.0], dtype=torch.float64)
-    assert Damping(1.0, "variance").units(variance).tolist() == [4.0, 1.0]
+    assert not damping_rows(EYE, 0 * EYE.diagonal(), 0.25, 0).any()
+    narrow = sum(added(epsilon, 0.05, turn) for turn in range(10)) / 10  # a cycle longer than the side is wide
+    assert_close(narrow, torch.diag(epsilon), 1e-12)
 
 
-def test_the_distance_from_white_has_no_bias_from_sampling_noise():
-    """The moment of a few rows is far from white; the estimate over pairs of rows is right on average."""
+def test_the_average_length_of_whitened_rows_is_one_for_a_white_side_and_not_biased_by_sampling_noise():
+    """The moment of a few rows is far from white; its trace, which is linear in it, is right on average."""
     S = spd(8)
-    U = root(spd(8, seed=1))
-    epsilon = 0.3
-    truth = float((U @ (S + epsilon * EYE) @ U.T - EYE).square().sum()) / 8
+    U = root(S + 0.3 * EYE)
     C = torch.linalg.cholesky(S)
-    found = torch.zeros(4000)
-    naive = torch.zeros(4000)
-    for t in range(4000):
-        z = randn(6, 8, seed=t) @ C.T @ U.T
-        chosen = torch.randperm(8, generator=torch.Generator().manual_seed(t))[:3]
-        found[t] = distance(z, math.sqrt(epsilon) * U[:, chosen].T)
-        naive[t] = float((z.T @ z / 6 + epsilon * U @ U.T - EYE).square().sum()) / 8
+    found = torch.zeros(1000)
+    naive = torch.zeros(1000)
+    for t in range(1000):
+        V = randn(6, 8, seed=t) @ C.T / math.sqrt(6)
+        found[t] = (Track(turn=t).step(U, V, 0.05, Damping(0.3))[1].length - 0.95) / 0.05
+        naive[t] = float((U @ (V.T @ V + 0.3 * EYE) @ U.T - EYE).norm()) / math.sqrt(8)
     error = float(found.std()) / math.sqrt(len(found))
-    assert abs(float(found.mean()) - truth) < 4 * error < 0.2 * truth
-    assert float(naive.mean()) - truth > 10 * error
+    assert abs(float(found.mean()) - 1) < 4 * error < 0.1
+    assert float(naive.mean()) > 10 * error
 
 
-def test_a_side_drifts_when_its_distance_stands_out_from_those_after_its_anchor():
-    """By the factor `drift`, once the average over a few batches is certain; never while the side is settling."""
-    white = [randn(30, 8, seed=t) for t in range(4 * CONTINUOUS.settling)]
+def steps_until_drift(factor, changed_at=20, mu=0.05, fixed=False):
+    """The step after a change of scale at which an exact factorisation is asked for; U follows unless it is fixed."""
+    U = EYE
+    track = Track()
+    for t in range(100):
+        V = randn(30, 8, seed=t) * (factor if t >= changed_at else 1.0) / math.sqrt(30)
+        try:
+            T, track = track.step(U, V, mu, Damping(0.0))
+        except WhiteningError:
+            return t - changed_at
+        U = U if fixed else T.times(U)
+    return None
 
-    def steps_until_drift(factor, changed_at):
-        track = Track(torch.ones(8, dtype=torch.float64))
-        for t, rows in enumerate(white):
-            try:
-                track.step(EYE, None, rows * (factor if t >= changed_at else 1.0), 30, 0.05, Damping(0.0))
-            except WhiteningError:
-                return t
-        return None
 
-    assert steps_until_drift(1.0, 0) is None
-    assert steps_until_drift(3.0, CONTINUOUS.settling) in range(CONTINUOUS.settling, CONTINUOUS.settling + 3)
-    assert steps_until_drift(3.0, 0) is None  # that is how far from white its anchor left it
+def test_a_side_drifts_when_its_rows_are_too_long_or_too_short_on_average():
+    """The average moves by μ at each step, from 1 to the square of the factor."""
+    assert steps_until_drift(1.0, fixed=True) is None
+    assert steps_until_drift(0.9 * math.sqrt(DRIFT), fixed=True) is None
+    assert steps_until_drift(3.0, fixed=True) in range(3)
+    assert steps_until_drift(1 / 3, fixed=True) in range(10, 20)
+    assert steps_until_drift(math.nan, fixed=True) == 0
+
+
+def test_small_changes_are_followed_and_large_ones_ask_for_an_exact_factorisation():
+    assert steps_until_drift(2.0) is None
+    assert steps_until_drift(0.5) is None
+    assert steps_until_drift(10.0) == 0
+    assert steps_until_drift(0.1) in range(10, 20)
+
+
+def test_relative_damping_averages_to_a_multiple_of_the_variances():
+    """Each batch damps relative to its own variances; U whitens the average, (1 + ε) S for a diagonal S."""
+    scale = torch.tensor([1e-3, 1.0, 5.0, 1e3], dtype=torch.float64)
+    U = torch.diag(1 / scale)
+    track = Track()
+    for t in range(200):
+        T, track = track.step(U, randn(400, 4, seed=t) * scale / 20, 0.05, Damping(0.5, "variance"))
+        U = T.times(U)
+    found = torch.linalg.inv(U.T @ U).diagonal() / scale.square()
+    assert_close(found, 1.5 * torch.ones(4, dtype=torch.float64), 0.1)
 
 
 @pytest.mark.parametrize("rule", ["velocity", "gradient", "squares"])
@@ -173,8 +194,8 @@ def test_optimizer_state_is_transformed_as_by_an_exact_change(rule):
     R = root(spd(5))
     T_R = NearIdentity.whitening(randn(3, 5) @ R.T, 0.3)
     for ours, exact in (
-        (ForwardChange(T, s, Blocks(8)), ForwardChange(Quotient(U, T.times(U)), s, Blocks(8))),
-        (BackwardChange(T_R, (5,)), BackwardChange(Quotient(R, T_R.times(R)), (5,))),
+        (Change(T, Blocks(8), s), Change(Quotient(U, T.times(U)), Blocks(8), s)),
+        (Change(T_R, Blocks(5)), Change(Quotient(R, T_R.times(R)), Blocks(5))),
     ):
         for moved, expected in zip(getattr(ours, rule)(W, b), getattr(exact, rule)(W, b), strict=True):
             assert_close(moved, expected, 1e-10)
@@ -182,6 +203,7 @@ def test_optimizer_state_is_transformed_as_by_an_exact_change(rule):
 
 def test_a_step_costs_three_products_of_n_d_squared():
     d = 1000
+    U = torch.eye(d, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
-        relative_step(torch.eye(d, dtype=torch.float64), randn(10, d), 0.25)
+        NearIdentity.whitening(randn(10, d) @ U.T, 0.25).times(U)
     assert counter.get_total_flops() / (2 * 10 * d**2) == pytest.approx(3, rel=0.05)

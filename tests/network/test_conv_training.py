@@ -40,7 +40,8 @@ def path(solver, form, steps=30):
     model = bprong.whiten_(net(), **FORMS[form])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     rewhitening = bprong.Rewhitening(
-        model, optimizer, fisher="exact", forward_every=5, backward_every=5, backward_offset=2, solver=solver,
+        model, optimizer, "cross_entropy", fisher="exact", forward_every=5, backward_every=5, backward_offset=2,
+        solver=solver,
     )  # fmt: skip
     for t in range(steps):
         chosen = torch.arange(t * 20, (t + 1) * 20) % 60
@@ -68,7 +69,7 @@ def test_the_state_of_other_optimizers_is_transformed_and_the_loss_falls(kind):
     x, y = batch()
     model = bprong.whiten_(net())
     optimizer = kind(model.parameters(), lr=0.005)
-    rewhitening = bprong.Rewhitening(model, optimizer, forward_every=4, backward_every=4)
+    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", forward_every=4, backward_every=4)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
@@ -90,8 +91,8 @@ def test_after_a_refresh_inputs_and_errors_are_white():
     eps = 1e-6
     model = bprong.whiten_(copy.deepcopy(plain))
     done = bprong.Rewhitening(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), fisher="exact", forward_damping=eps, backward_damping=eps,
-        backward_offset=0,
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", fisher="exact",
+        forward_damping=eps, backward_damping=eps, backward_offset=0,
     ).step(x)  # fmt: skip
     assert len(done) == 6
     assert_close(model(x), plain(x), 1e-9)
@@ -117,7 +118,9 @@ def test_with_channels_all_kernel_positions_share_U_and_c():
     x, _ = batch()
     plain = net()
     model = bprong.whiten_(copy.deepcopy(plain), channels=True)
-    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), forward_damping=1e-6).step(x)
+    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", forward_damping=1e-6).step(
+        x
+    )
     z = (
         rows(plain[2], plain[:2](x)).reshape(-1, 4, 4).mT.reshape(-1, 4)
     )  # (channels, kernel positions) → rows of channels
@@ -131,7 +134,7 @@ def test_without_a_trainable_bias_nothing_is_centred():
     x, _ = batch()
     model = bprong.whiten_(net(bias=False))
     before = model(x).detach()
-    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1)).step(x)
+    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy").step(x)
     assert not model[0].c.any()
     assert model[2].c.any()
     assert_close(model(x), before, 1e-10)
@@ -140,7 +143,7 @@ def test_without_a_trainable_bias_nothing_is_centred():
 
 
 def test_the_audit_covers_linear_layers_only():
-    report = bprong.audit(bprong.whiten_(net()), batch()[0])
+    report = bprong.audit(bprong.whiten_(net()), batch()[0], "cross_entropy")
     assert set(report["layers"]) == {"5"}
 
 
@@ -154,10 +157,10 @@ def test_the_optimizer_follows_the_same_path_as_the_paper_network(form, momentum
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     schedule = {"forward_every": 6, "forward_offset": 0, "backward_every": 6, "backward_offset": 3, "fisher": "exact"}
     damping = {"forward_damping": 0.5, "backward_damping": 0.5}
-    rewhitening = bprong.Rewhitening(model, sgd, solver="cholesky", **schedule, **damping)
+    rewhitening = bprong.Rewhitening(model, sgd, "cross_entropy", solver="cholesky", **schedule, **damping)
     arguments = damping | {"max_dim": FORMS[form].get("max_dim", 4096)}
     options = schedule | {"average": 0.0, "channels": FORMS[form].get("channels", False)}
-    optimizer = bprong.BPRONG(plain, lr=0.01, momentum=momentum, options=options, **arguments)
+    optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.01, momentum=momentum, options=options, **arguments)
     with torch.no_grad():  # so that this call is not taken for a batch of training
         start = plain(x)
     for t in range(40):

@@ -35,7 +35,7 @@ def refreshed(model, x, **options):
     """The model whitened and re-whitened on x."""
     bprong.whiten_(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bprong.Rewhitening(model, optimizer, forward_every=1, backward_every=1, backward_offset=0).step(x)
+    bprong.Rewhitening(model, optimizer, "cross_entropy", forward_every=1, backward_every=1, backward_offset=0).step(x)
     return model
 
 
@@ -165,7 +165,7 @@ def test_a_ddp_model_is_refused(tmp_path):
         inner = bprong.whiten_(mlp(3, 2))
         ddp = DistributedDataParallel(inner)
         with pytest.raises(ValueError, match="pass the unwrapped model"):
-            bprong.Rewhitening(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+            bprong.Rewhitening(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "cross_entropy")
     finally:
         dist.destroy_process_group()
 

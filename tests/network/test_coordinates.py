@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 import bprong
 from bprong import WhiteningError
 from bprong.linalg.blocks import Blocks
-from bprong.network.coordinates import BackwardChange, ForwardChange, Quotient, keeping_outputs
+from bprong.network.coordinates import Change, Quotient, check_outputs
+from bprong.whitening.side import Side
 from convolutions import f64, invertible
 from helpers import assert_close, assert_unchanged, snapshot
 
 
 def forward(U, c, U_new, c_new, blocks):
     s = (U @ (c_new - c).unsqueeze(-1)).squeeze(-1)
-    return ForwardChange(Quotient(U, U_new), s, blocks)
+    return Change(Quotient(U, U_new), blocks, s)
 
 
 def forward_change(seed=0, d=4):
@@ -24,7 +25,7 @@ def forward_change(seed=0, d=4):
 
 
 def backward_change(seed=0, d=3):
-    return BackwardChange(Quotient(invertible((d, d), seed), invertible((d, d), seed + 1)), (d,))
+    return Change(Quotient(invertible((d, d), seed), invertible((d, d), seed + 1)), Blocks(d))
 
 
 changes = st.builds(lambda f, seed: f(seed), st.sampled_from([forward_change, backward_change]), st.integers(0, 30))
@@ -81,7 +82,7 @@ def there_and_back(side):
     c = torch.randn(2, d, dtype=f64)
     if side == "forward":
         return forward(old, c[0], new, c[1], Blocks(d)), forward(new, c[1], old, c[0], Blocks(d))
-    return BackwardChange(Quotient(old, new), (d,)), BackwardChange(Quotient(new, old), (d,))
+    return Change(Quotient(old, new), Blocks(d)), Change(Quotient(new, old), Blocks(d))
 
 
 @pytest.mark.parametrize("side", ["forward", "backward"])
@@ -117,7 +118,8 @@ def test_the_rules_hold_in_groups_blocks_and_channels(blocks, seed, side):
     c = torch.randn(2, *blocks.shape[:-1], dtype=f64, generator=random)
     change = forward(invertible(blocks.shape, seed), c[0], invertible(blocks.shape, seed + 1), c[1], blocks)
     if side == "backward":
-        change = BackwardChange(Quotient(invertible((2, 2, 2), seed), invertible((2, 2, 2), seed + 1)), (2, 2))
+        outputs = Quotient(invertible((2, 2, 2), seed), invertible((2, 2, 2), seed + 1))
+        change = Change(outputs, Blocks(2, groups=2))
     g_W = torch.randn(shape, dtype=f64, generator=random)
     v_W = torch.randn(shape, dtype=f64, generator=random)
     g_b = torch.randn(4, dtype=f64, generator=random)
@@ -132,24 +134,28 @@ def test_the_rules_hold_in_groups_blocks_and_channels(blocks, seed, side):
     assert_close(change.squares(g_W**2, g_b**2)[0], squares, 1e-10)
 
 
-@pytest.mark.parametrize("moved", [1.0, float("nan")])
-def test_a_change_that_moves_the_outputs_is_undone(moved):
+@pytest.mark.parametrize("wrong", [1.001, float("nan")])
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_a_change_that_would_move_the_outputs_is_refused_and_nothing_changes(side, wrong):
+    """Its multiplier is not the one that belongs to the new U or R."""
     layer = bprong.WhitenedLinear(4, 3, dtype=f64)
     before = snapshot(layer)
+    probe = torch.randn(5, 4, dtype=f64)
+    held = layer.U if side == "forward" else layer.R
+    T = Quotient(held, wrong * held)
     message = "would change its outputs on this batch by"
-    with pytest.raises(WhiteningError, match=message), keeping_outputs(layer, torch.randn(5, 4, dtype=f64)):
-        layer.weight_dagger.add_(moved)
+    with pytest.raises(WhiteningError, match=message):
+        layer.rewhiten_(Side(side, Blocks(len(held))), held, None, probe, T)
     assert_unchanged(before, snapshot(layer))
 
 
-def test_an_error_inside_undoes_the_change_and_is_raised_as_it_is():
+def test_outputs_are_compared_with_new_tensors_without_storing_them():
     layer = bprong.WhitenedLinear(4, 3, dtype=f64)
     before = snapshot(layer)
-
-    def interrupted():
-        layer.U.mul_(2)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), keeping_outputs(layer, torch.randn(5, 4, dtype=f64)):
-        interrupted()
+    probe = torch.randn(5, 4, dtype=f64)
+    check_outputs(layer, {"U": layer.U / 2, "weight_dagger": layer.weight_dagger.detach() * 2}, probe)
+    with pytest.raises(WhiteningError, match="would change its outputs"):
+        check_outputs(layer, {"U": layer.U / 2}, probe)
+    with pytest.raises(WhiteningError, match="not finite"):
+        check_outputs(layer, {}, probe / 0)
     assert_unchanged(before, snapshot(layer))

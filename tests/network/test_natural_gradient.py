@@ -9,15 +9,16 @@ from torch import nn
 
 import bprong
 from bprong.capture.measure import record
-from bprong.likelihood.families import likelihood_of
+from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, classification, layers_of, mlp
 
 NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
 
-def moments_of(model, x, likelihood="categorical"):
+def moments_of(model, x, loss="cross_entropy"):
     layers = {name: (m, True) for name, m in model.named_modules() if isinstance(m, (nn.Linear, bprong.WhitenedLinear))}
-    return record(model, layers, x, None, likelihood=likelihood_of(likelihood), fisher="exact", errors=True, seed=0)
+    likelihood = declared_loss(loss).likelihood
+    return record(model, layers, x, None, likelihood=likelihood, fisher="exact", errors=True, seed=0)
 
 
 def test_without_damping_z_and_delta_are_white():
@@ -47,22 +48,22 @@ def centred_kfac_step(W_grad, b_grad, Z, c, D, forward_damping, backward_damping
 
 
 @pytest.mark.parametrize("solver", ["eigh", "cholesky", "symmetric"])
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_one_sgd_step_is_the_centred_kfac_step(solver, likelihood):
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits", "mse"])
+def test_one_sgd_step_is_the_centred_kfac_step(solver, loss):
     x, y = classification(40, 5, 3)
     plain = mlp(5, 4, 3)
     model = bprong.whiten_(mlp(5, 4, 3))
     model.load_state_dict(plain.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bprong.Rewhitening(
-        model, optimizer, likelihood, fisher="exact", solver=solver,
+        model, optimizer, loss, fisher="exact", solver=solver,
         forward_damping=0.1, backward_damping=0.03, **NOW,
     ).step(x)  # fmt: skip
     for m in (model, plain):
         m.zero_grad()
         F.cross_entropy(m(x), y).backward()
     optimizer.step()
-    seen = moments_of(plain, x, likelihood)
+    seen = moments_of(plain, x, loss)
     for name, layer in (("0", model[0]), ("2", model[2])):
         stock = plain.get_submodule(name)
         m = seen[name]
@@ -112,9 +113,9 @@ def step_outputs(x, y, A, t, damping):
         model[0].bias.copy_(base[0].bias - model[0].weight @ t)
     bprong.whiten_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    bprong.Rewhitening(model, optimizer, fisher="exact", forward_damping=damping, backward_damping=0.03, **NOW).step(
-        inputs
-    )
+    bprong.Rewhitening(
+        model, optimizer, "cross_entropy", fisher="exact", forward_damping=damping, backward_damping=0.03, **NOW
+    ).step(inputs)
     F.cross_entropy(model(inputs), y).backward()
     optimizer.step()
     return model(inputs).detach()
@@ -157,7 +158,7 @@ def test_a_frozen_weight_or_bias_stays_the_same(frozen):
     getattr(model[0], frozen).requires_grad_(False)
     bprong.whiten_(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    rewhitening = bprong.Rewhitening(model, optimizer, fisher="exact", **NOW)
+    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", fisher="exact", **NOW)
     rewhitening.step(x)
     RR = model[0].R.T @ model[0].R
     for m in (model, plain):
@@ -182,7 +183,9 @@ def test_a_layer_without_a_bias_folds_to_one_without_a_bias():
     x, y = classification(30, 5, 3)
     model = bprong.whiten_(mlp(5, 4, 3, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rewhitening = bprong.Rewhitening(model, optimizer, forward_every=2, backward_every=3, backward_offset=1)
+    rewhitening = bprong.Rewhitening(
+        model, optimizer, "cross_entropy", forward_every=2, backward_every=3, backward_offset=1
+    )
     for _ in range(20):
         rewhitening.step(x)
         optimizer.zero_grad()

@@ -38,7 +38,7 @@ def test_every_step_of_200_equals_the_reference(backward, phi):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     options = {"fisher": "exact", "forward_damping": 0.1, "backward_damping": 0.03} | SCHEDULE
     used = {name: value for name, value in options.items() if backward or name.startswith("forward")}
-    rewhitening = bprong.Rewhitening(model, optimizer, **used)
+    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", **used)
     x, y = classification(90, 5, 3)
     stream = batches(x, y, 20)
     for t in range(STEPS):
@@ -81,7 +81,7 @@ def test_the_whitened_coordinates_themselves_equal_the_reference():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     # The output's errors sum to zero, so D of the last layer has a null space, of one dimension and hence unique.
     rewhitening = bprong.Rewhitening(
-        model, optimizer, fisher="exact", forward_damping=0.01, backward_damping=0.01, **SCHEDULE
+        model, optimizer, "cross_entropy", fisher="exact", forward_damping=0.01, backward_damping=0.01, **SCHEDULE
     )
     x, y = classification(60, 5, 3)
     for t in range(STEPS):
@@ -105,7 +105,7 @@ def test_other_solvers_follow_the_reference_path(solver):
     bprong.whiten_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     rewhitening = bprong.Rewhitening(
-        model, optimizer, fisher="exact", forward_damping=0.1, backward_damping=0.03,
+        model, optimizer, "cross_entropy", fisher="exact", forward_damping=0.1, backward_damping=0.03,
         solver=solver, **SCHEDULE,
     )  # fmt: skip
     x, y = classification(60, 5, 3)
@@ -124,11 +124,15 @@ def test_the_two_sides_are_refreshed_together_or_apart():
     x, _ = classification(30, 5, 3)
     model = bprong.whiten_(mlp(5, 4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    together = bprong.Rewhitening(model, optimizer, forward_every=3, backward_every=3, backward_offset=0)
+    together = bprong.Rewhitening(
+        model, optimizer, "cross_entropy", forward_every=3, backward_every=3, backward_offset=0
+    )
     sides = [[r.side for r in together.step(x)] for _ in range(4)]
     both = ["forward", "forward", "backward", "backward"]
     assert sides == [both, [], [], both]
-    apart = bprong.Rewhitening(model, optimizer, forward_every=4, forward_offset=1, backward_every=2, backward_offset=0)
+    apart = bprong.Rewhitening(
+        model, optimizer, "cross_entropy", forward_every=4, forward_offset=1, backward_every=2, backward_offset=0
+    )
     assert [{r.side for r in apart.step(x)} for _ in range(5)] == [
         {"backward"}, {"forward"}, {"backward"}, set(), {"backward"}
     ]  # fmt: skip

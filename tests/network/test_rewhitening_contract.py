@@ -31,7 +31,9 @@ def test_a_thousand_refreshes_in_float32_on_rank_deficient_data_move_outputs_by_
     before = model(x).detach()
     bprong.whiten_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rewhitening = bprong.Rewhitening(model, optimizer, forward_damping=damping, backward_damping=damping, **NOW)
+    rewhitening = bprong.Rewhitening(
+        model, optimizer, "cross_entropy", forward_damping=damping, backward_damping=damping, **NOW
+    )
     for t in range(1000):
         chosen = torch.randint(0, 400, (16,), generator=generator)
         assert len(rewhitening.step(x[chosen])) == 6, t
@@ -104,13 +106,13 @@ class Poisson(bprong.Likelihood):
         return torch.poisson(output.detach().exp())
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian", Poisson()])
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits", "mse", Poisson()])
 @pytest.mark.parametrize("fisher", ["sampled", "exact"])
-def test_every_likelihood_and_fisher_keeps_the_function(likelihood, fisher):
+def test_every_likelihood_and_fisher_keeps_the_function(loss, fisher):
     x, _ = classification(30, 5, 3)
-    model, _, rewhitening = whitened(5, 4, 3, likelihood=likelihood, fisher=fisher, **NOW)
+    model, _, rewhitening = whitened(5, 4, 3, loss=loss, fisher=fisher, **NOW)
     before = model(x)
-    if fisher == "exact" and isinstance(likelihood, Poisson):
+    if fisher == "exact" and isinstance(loss, Poisson):
         with pytest.raises(TypeError, match="roots"):
             rewhitening.step(x)
     else:
@@ -130,10 +132,11 @@ def test_targets_are_drawn_anew_at_every_refresh():
     assert not torch.equal(drawn[1], drawn[2])
 
 
-def test_forward_only_layers_need_no_backward_pass_and_no_fitting_likelihood():
+@pytest.mark.parametrize("loss", [None, "cross_entropy"])
+def test_forward_only_layers_need_no_backward_pass_and_no_fitting_likelihood(loss):
     model = bprong.whiten_(mlp(5, 1), backward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rewhitening = bprong.Rewhitening(model, optimizer, average=0.5, record_every=1)
+    rewhitening = bprong.Rewhitening(model, optimizer, loss, average=0.5, record_every=1)
     assert len(rewhitening.step(torch.randn(9, 5, dtype=torch.float64))) == 1
 
 
@@ -164,7 +167,7 @@ def test_when_the_bias_is_frozen_the_centre_returns_to_zero_and_the_average_star
         ({"samples": (1, 2, 3)}, "not a tuple of 3"),
         ({"forward_damping": None}, "finite number of at least 0, not None"),
         ({"forward_damping": -1}, "damping must be"),
-        ({"likelihood": "softmax"}, "likelihood must be one of"),
+        ({"loss": "softmax"}, "loss cannot be 'softmax'. It is the loss that you minimise: nn.CrossEntropyLoss"),
         ({"seed": "a"}, "seed must be a whole number of at least 0, not 'a'"),
         ({"seed": 1.5}, "seed must be a whole number of at least 0, not 1.5"),
     ],
@@ -183,9 +186,9 @@ def test_a_forward_only_network_refuses_options_of_the_backward_side(option):
     model = bprong.whiten_(mlp(5, 4, 3), lambda _, name: name == "0", backward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=f"{next(iter(option))} would have no effect: all whitened layers are forward"):
-        bprong.Rewhitening(model, optimizer, **option)
+        bprong.Rewhitening(model, optimizer, "cross_entropy", **option)
     bprong.whiten_(model)  # the other layer in both directions
-    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), **option)
+    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", **option)
 
 
 def test_the_defaults_of_the_backward_side_are_those_documented():
@@ -211,13 +214,13 @@ def test_an_optimizer_built_before_whiten_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bprong.whiten_(model)
     with pytest.raises(ValueError, match="layer '0': it was built before whiten_"):
-        bprong.Rewhitening(model, optimizer)
+        bprong.Rewhitening(model, optimizer, "cross_entropy")
 
 
 def test_a_model_without_whitened_layers_is_refused():
     model = mlp(5, 3)
     with pytest.raises(ValueError, match="call bprong.whiten_"):
-        bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy")
 
 
 def test_several_processes_are_refused(monkeypatch):
@@ -256,24 +259,20 @@ def test_the_state_of_another_model_is_refused():
     _, _, other = whitened(5, 3, average=0.5)
     with pytest.raises(ValueError, match=r"the state has layers \['0', '2'\]; this model has \['0'\]"):
         other.load_state_dict(rewhitening.state_dict())
-    with pytest.raises(ValueError, match="has schedule and layers"):
+    with pytest.raises(ValueError, match="has schedule, layers and tracks"):
         other.load_state_dict({})
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [({"average": 0.5}, "backward scatter has shape"), ({"refresh": "continuous"}, "backward variances have shape")],
-)
 @pytest.mark.parametrize(("widths", "layer"), [((5, 9, 3), "0"), ((5, 8, 4), "2")])
-def test_the_state_of_a_network_of_other_widths_is_refused_and_changes_nothing(widths, layer, options, what):
+def test_the_state_of_a_network_of_other_widths_is_refused_and_changes_nothing(widths, layer):
     x, _ = classification(40, 5, 3)
-    _, _, wide = whitened(*widths, **NOW, **options)
+    _, _, wide = whitened(*widths, average=0.5, **NOW)
     wide.step(x)
-    _, _, ours = whitened(5, 8, 3, seed=7, **NOW, **options)
+    _, _, ours = whitened(5, 8, 3, seed=7, average=0.5, **NOW)
     ours.step(x[:30])
     ours.step(x[:30])
     before = copy.deepcopy(ours.state_dict())
-    with pytest.raises(ValueError, match=f"layer '{layer}': the state's {what}"):
+    with pytest.raises(ValueError, match=f"layer '{layer}': the state's backward scatter has shape"):
         ours.load_state_dict(wide.state_dict())
     assert_equal_state(ours.state_dict(), before)
     with pytest.raises(ValueError, match="the state of a schedule has"):
@@ -315,7 +314,7 @@ def test_refreshes_leave_the_users_random_stream_and_batch_statistics_alone():
         body = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)]
         model = bprong.whiten_(nn.Sequential(*body, nn.Linear(6, 3)).double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        rewhitening = bprong.Rewhitening(model, optimizer, **NOW)
+        rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", **NOW)
         x, y = classification(30, 5, 3)
         losses = []
         for _ in range(5):
@@ -355,9 +354,9 @@ def test_everything_is_on_the_device_of_the_parameters():
         bprong.whiten_(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for solver in ("eigh", "cholesky", "symmetric"):
-            rewhitening = bprong.Rewhitening(model, optimizer, solver=solver, average=0.5, **NOW)
+            rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", solver=solver, average=0.5, **NOW)
             train(model, optimizer, rewhitening, x, y, 2)
-        continuous = bprong.Rewhitening(model, optimizer, refresh="continuous", **NOW)
+        continuous = bprong.Rewhitening(model, optimizer, "cross_entropy", refresh="continuous", **NOW)
         train(model, optimizer, continuous, x, y, 3)
         continuous.load_state_dict(continuous.state_dict())
         model.load_state_dict(bprong.fold(model).state_dict())

@@ -93,7 +93,7 @@ def test_with_changing_statistics_momentum_averages_preconditioned_gradients():
     bprong.whiten_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     rewhitening = bprong.Rewhitening(
-        model, optimizer, fisher="exact", forward_every=3, backward_every=2, backward_offset=1
+        model, optimizer, "cross_entropy", fisher="exact", forward_every=3, backward_every=2, backward_offset=1
     )
     expected = {name: OrdinaryMomentum(plain.get_submodule(name), 0.03, 0.9) for name in ("0", "2")}
     for t in range(50):
@@ -183,7 +183,9 @@ def test_every_known_optimizer_has_a_transport_for_all_its_state():
     ):
         model = bprong.whiten_(mlp(5, 4, 3))
         optimizer = make(model.parameters())
-        rewhitening = bprong.Rewhitening(model, optimizer, forward_every=2, backward_every=2, backward_offset=1)
+        rewhitening = bprong.Rewhitening(
+            model, optimizer, "cross_entropy", forward_every=2, backward_every=2, backward_offset=1
+        )
         for _ in range(5):
             rewhitening.step(x)
             optimizer.zero_grad()
@@ -202,10 +204,10 @@ def test_an_unknown_optimizer_is_refused_unless_carry_is_given():
     model = bprong.whiten_(mlp(5, 4, 3))
     optimizer = Unknown(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"state of Unknown.*carry="):
-        bprong.Rewhitening(model, optimizer)
-    bprong.Rewhitening(model, optimizer, carry={"momentum_buffer": "velocity"})
+        bprong.Rewhitening(model, optimizer, "cross_entropy")
+    bprong.Rewhitening(model, optimizer, "cross_entropy", carry={"momentum_buffer": "velocity"})
     with pytest.raises(ValueError, match="'speed'"):
-        bprong.Rewhitening(model, optimizer, carry={"momentum_buffer": "speed"})
+        bprong.Rewhitening(model, optimizer, "cross_entropy", carry={"momentum_buffer": "speed"})
 
 
 def test_accumulated_gradients_are_transformed_too():
@@ -213,7 +215,9 @@ def test_accumulated_gradients_are_transformed_too():
     x, y = classification(40, 5, 3)
     model = bprong.whiten_(mlp(5, 4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rewhitening = bprong.Rewhitening(model, optimizer, forward_every=1, backward_every=1, fisher="exact")
+    rewhitening = bprong.Rewhitening(
+        model, optimizer, "cross_entropy", forward_every=1, backward_every=1, fisher="exact"
+    )
     F.cross_entropy(model(x), y).backward()
     rewhitening.step(x)
     F.cross_entropy(model(x), y).backward()
@@ -314,7 +318,7 @@ def test_a_carry_that_does_not_fit_the_state_is_refused_before_anything_is_chang
     x, y = classification(40, 5, 3)
     model = bprong.whiten_(mlp(5, 4, 3))
     optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
-    rewhitening = bprong.Rewhitening(model, optimizer, carry=carry, forward_every=1, backward_every=1)
+    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", carry=carry, forward_every=1, backward_every=1)
     rewhitening.step(x)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()

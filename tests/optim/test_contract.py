@@ -25,7 +25,7 @@ from training import EXACT, batches, train
 def test_a_learning_rate_of_zero_from_a_scheduler_stops_training():
     x, y = classification(20, 5, 3)
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.0 if t > 2 else 1.0)
     for _ in range(3):
         train(model, optimizer, [(x, y)])
@@ -62,7 +62,7 @@ def test_each_step_is_as_long_as_the_scheduler_says(name):
     x, y = classification(20, 5, 3)
     model = mlp(5, 3)
     momentum = 0.5 if name in ("CyclicLR", "OneCycleLR") else 0.0  # these two change the momentum as well
-    optimizer = bprong.BPRONG(model, lr=0.1, momentum=momentum, every=1, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=momentum, every=1, options=EXACT)
     scheduler = SCHEDULERS[name](optimizer)
     rates = set()
     for _ in range(4):
@@ -72,7 +72,7 @@ def test_each_step_is_as_long_as_the_scheduler_says(name):
         before = snapshot(model)
         unit = copy.deepcopy(model)
         if not group["momentum"]:
-            train(unit, bprong.BPRONG(unit, lr=1.0, options=EXACT), [(x, y)])
+            train(unit, bprong.BPRONG(unit, "cross_entropy", lr=1.0, options=EXACT), [(x, y)])
         train(model, optimizer, [(x, y)])
         if not group["momentum"]:
             step = unit[0].weight - before["0.weight"]
@@ -84,7 +84,9 @@ def test_each_step_is_as_long_as_the_scheduler_says(name):
 def test_add_param_group_hooks_and_unknown_keys():
     x, y = classification(20, 5, 3)
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, params=[{"params": [*model[0].parameters()], "note": "first"}], lr=0.1)
+    optimizer = bprong.BPRONG(
+        model, "cross_entropy", params=[{"params": [*model[0].parameters()], "note": "first"}], lr=0.1
+    )
     called = []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     before = snapshot(model[2])
@@ -101,13 +103,13 @@ def test_add_param_group_hooks_and_unknown_keys():
 def test_the_numbers_of_groups_are_checked(bad):
     model = mlp(5, 3)
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be a finite number"):
-        bprong.BPRONG(model, params=[{"params": list(model.parameters()), **bad}])
+        bprong.BPRONG(model, "cross_entropy", lr=0.01, params=[{"params": list(model.parameters()), **bad}])
 
 
 def test_zero_gradients_during_training_are_a_step_like_any_other():
     x, y = classification(20, 5, 3)
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=0.9, weight_decay=0.1)
     train(model, optimizer, [(x, y)])
     before = snapshot(model)
     for p in model.parameters():
@@ -123,7 +125,7 @@ def test_layers_that_are_not_trained_are_neither_measured_nor_in_the_state(way):
     model = mlp(5, 4, 3)
     params = None if way == "frozen" else list(model[2].parameters())
     model[0].requires_grad_(way != "frozen")
-    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, every=2, params=params)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=0.9, every=2, params=params)
     train(model, optimizer, batches(x, y, 20, 5))
     assert optimizer._whitening.layers["0"].forward.factor is None
     assert optimizer._whitening.layers["2"].forward.factor is not None
@@ -134,8 +136,8 @@ def test_layers_that_are_not_trained_are_neither_measured_nor_in_the_state(way):
 def test_two_optimizers_on_one_model_do_not_measure_each_others_passes():
     x, y = classification(40, 5, 3)
     model = mlp(5, 4, 3)
-    first = bprong.BPRONG(model, lr=0.1, params=model[0].parameters(), options=EXACT)
-    second = bprong.BPRONG(model, lr=0.1, params=model[2].parameters(), options=EXACT)
+    first = bprong.BPRONG(model, "cross_entropy", lr=0.1, params=model[0].parameters(), options=EXACT)
+    second = bprong.BPRONG(model, "cross_entropy", lr=0.1, params=model[2].parameters(), options=EXACT)
     F.cross_entropy(model(x), y).backward()
     first.step()
     second.step()
@@ -162,7 +164,9 @@ def resumable():
     torch.manual_seed(3)
     torch.set_num_threads(1)
     model = mlp(5, 6, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(model, lr=0.05, momentum=0.9, every=7, options={"record_every": 3, "average": 0.8})
+    optimizer = bprong.BPRONG(
+        model, "cross_entropy", lr=0.05, momentum=0.9, every=7, options={"record_every": 3, "average": 0.8}
+    )
     return model, optimizer, list(batches(*classification(90, 5, 3, dtype=torch.float32), 20, 87))
 
 
@@ -181,7 +185,7 @@ def test_a_run_resumed_in_a_new_process_continues_bit_for_bit(tmp_path):
 def test_the_state_is_plain_and_its_moments_stay_float64():
     x, y = classification(60, 5, 3, dtype=torch.float32)
     model = mlp(5, 4, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(model, lr=0.1)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1)
     train(model, optimizer, batches(x, y, 20, 3))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -194,9 +198,9 @@ def test_the_state_is_plain_and_its_moments_stay_float64():
 
 
 def test_a_state_of_another_model_is_refused_and_one_without_whitening_is_warned_about():
-    optimizer = bprong.BPRONG(mlp(5, 4, 3))
+    optimizer = bprong.BPRONG(mlp(5, 4, 3), "cross_entropy", lr=0.01)
     with pytest.raises(ValueError, match=r"layers \['0', '2', '4'\]; this model has \['0', '2'\]"):
-        optimizer.load_state_dict(bprong.BPRONG(mlp(5, 4, 4, 3)).state_dict())
+        optimizer.load_state_dict(bprong.BPRONG(mlp(5, 4, 4, 3), "cross_entropy", lr=0.01).state_dict())
     state = optimizer.state_dict()
     state.pop("whitening")
     with pytest.warns(WhiteningWarning, match="contains no whitening state; statistics will be estimated") as said:
@@ -207,10 +211,10 @@ def test_a_state_of_another_model_is_refused_and_one_without_whitening_is_warned
 def test_a_state_of_other_widths_is_refused_and_nothing_changes():
     x, y = classification(60, 5, 3)
     wide = mlp(5, 8, 3)
-    trained = bprong.BPRONG(wide, momentum=0.9)
+    trained = bprong.BPRONG(wide, "cross_entropy", lr=0.01, momentum=0.9)
     train(wide, trained, [(x, y)])
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, momentum=0.9)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, momentum=0.9)
     message = r"layer '0': the state's backward factor has shape \(8, 8\), and this layer's has \(4, 4\)"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(trained.state_dict())
@@ -223,10 +227,10 @@ def test_a_state_of_other_widths_is_refused_and_nothing_changes():
 def test_a_state_loads_into_a_model_of_another_dtype(dtype):
     x, y = classification(60, 5, 3, dtype=torch.float32)
     model = mlp(5, 4, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(model, lr=0.05, momentum=0.9)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, momentum=0.9)
     train(model, optimizer, batches(x, y, 20, 3))
     other = mlp(5, 4, 3, dtype=dtype)
-    loaded = bprong.BPRONG(other, lr=0.05, momentum=0.9)
+    loaded = bprong.BPRONG(other, "cross_entropy", lr=0.05, momentum=0.9)
     loaded.load_state_dict(optimizer.state_dict())
     train(other, loaded, [(x.to(dtype), y)] * 2)
     assert loaded.report().steps == 5
@@ -242,7 +246,7 @@ def test_a_state_loads_into_a_model_of_another_dtype(dtype):
 def test_deepcopy_and_pickle_give_an_independent_pair_on_the_same_path(clone):
     x, y = classification(60, 5, 3)
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, every=3)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=0.9, every=3)
     train(model, optimizer, batches(x, y, 20, 4))
     other, other_optimizer = clone((model, optimizer))
     train(model, optimizer, batches(x, y, 20, 7))
@@ -254,7 +258,7 @@ def test_deepcopy_and_pickle_give_an_independent_pair_on_the_same_path(clone):
 def test_copies_between_forward_and_step_contain_no_batches():
     x, _ = classification(60, 5, 3)
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1)
     empty = len(pickle.dumps((model, optimizer)))
     optimizer.observe(torch.randn(5000, 5, dtype=torch.float64))
     with optimizer.recording() as record:
@@ -267,12 +271,12 @@ def test_copies_between_forward_and_step_contain_no_batches():
     _, copied = copy.deepcopy((model, optimizer))
     assert not copied._whitening.recorded
     assert not copied._batches.observed
-    assert not copied._batches.calls()
+    assert not copied._batches.seen()
 
 
 def test_repeated_copies_do_not_accumulate_hooks():
     model = mlp(5, 3)
-    pair = (model, bprong.BPRONG(model))
+    pair = (model, bprong.BPRONG(model, "cross_entropy", lr=0.01))
     for _ in range(3):
         pair = copy.deepcopy(pair)
     assert len(pair[0]._forward_pre_hooks) == 1
@@ -280,7 +284,7 @@ def test_repeated_copies_do_not_accumulate_hooks():
 
 def test_the_hooks_are_removed_with_the_optimizer():
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     assert len(model._forward_pre_hooks) == 1
     assert len(model._forward_hooks) == 1
     del optimizer
@@ -290,21 +294,22 @@ def test_the_hooks_are_removed_with_the_optimizer():
 
 
 @pytest.mark.parametrize("fisher", ["sampled", "exact"])
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_devices(fisher, likelihood):
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss])
+def test_devices(fisher, loss):
     """Everything is made where the parameters are: with `meta` as the default device, a tensor made without naming a
     device would not mix with theirs."""
     model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3))
     x, y = classification(20, 5, 3, dtype=torch.float32)
+    y = y if loss is F.cross_entropy else F.one_hot(y, 3).float()
     damping = bprong.Damping(0.1, "variance")
     with torch.device("meta"):
         optimizer = bprong.BPRONG(
-            model, lr=0.1, likelihood=likelihood, momentum=0.9, every=2, max_step=1.0, forward_damping=damping,
+            model, loss, lr=0.1, momentum=0.9, every=2, max_step=1.0, forward_damping=damping,
             options={"fisher": fisher},
         )  # fmt: skip
-        train(model, optimizer, [(x, y)] * 5)
+        train(model, optimizer, [(x, y)] * 5, loss=loss)
         optimizer.load_state_dict(optimizer.state_dict())
-        train(model, optimizer, [(x, y)] * 3)
+        train(model, optimizer, [(x, y)] * 3, loss=loss)
         assert "LayerNorm" in str(optimizer.report())
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -312,9 +317,9 @@ def test_devices(fisher, likelihood):
 def test_a_checkpoint_of_another_step_rule_is_refused_with_nothing_changed():
     model = mlp(5, 4, 3)
     x, y = classification(20, 5, 3)
-    fixed = bprong.BPRONG(model, lr=0.01)
+    fixed = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     train(model, fixed, [(x, y)])
-    automatic = bprong.BPRONG(model, lr="auto")
+    automatic = bprong.BPRONG(model, "cross_entropy", lr="auto")
     with pytest.raises(ValueError, match="step rule FixedRate, and this optimizer has Automatic"):
         automatic.load_state_dict(fixed.state_dict())
     assert automatic.param_groups[0]["lr"] == 1.0
@@ -327,7 +332,7 @@ def test_a_checkpoint_of_another_step_rule_is_refused_with_nothing_changed():
 def test_another_default_device_does_not_disturb_wide_layers(lr):
     """Random directions and small matrices of our own are made on the CPU, whatever the default device is."""
     model = nn.Sequential(nn.Linear(300, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = bprong.BPRONG(model, lr=lr, every=2)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr, every=2)
     x, y = classification(30, 300, 3)
     with torch.device("meta"):
         train(model, optimizer, [(x.float(), y)] * 3)

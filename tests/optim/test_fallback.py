@@ -35,7 +35,7 @@ def compared_with_adam(rtol, steps=5, **adam):
     def run(**options):
         torch.manual_seed(0)
         model = Mixed()
-        optimizer = bprong.BPRONG(model, lr=0.05, options=options)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, options=options)
         shadow = copy.deepcopy(model)
         other = torch.optim.Adam([shadow.get_parameter(name) for name in Mixed.uncovered], **adam)
         tokens = torch.randint(7, (20, 2))
@@ -92,7 +92,7 @@ def test_lr_auto_uses_the_betas_that_were_set():
     for betas in ((0.9, 0.999), (0.9, 0.999), (0.5, 0.9)):
         torch.manual_seed(0)
         model = Scaled()
-        optimizer = bprong.BPRONG(model, lr="auto", options={"fallback_betas": betas})
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr="auto", options={"fallback_betas": betas})
         train(model, optimizer, [classification(60, 5, 3)] * 4)
         ends.append(model.gain.detach())
     assert not torch.equal(ends[0], torch.ones(5, dtype=torch.float64))
@@ -115,7 +115,7 @@ def test_tied_weights():
             return self.out(torch.tanh(self.mid(self.embed(tokens))))
 
     model = Tied()
-    optimizer = bprong.BPRONG(model, lr=0.05)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05)
     tokens = torch.randint(7, (20,))
     train(model, optimizer, [(tokens, tokens)] * 3)
     assert list(optimizer._whitening.layers) == ["mid"]
@@ -124,7 +124,7 @@ def test_tied_weights():
 
 def test_a_linear_layer_added_later_is_named_so():
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     model.append(nn.Linear(3, 3, dtype=torch.float64))
     optimizer.add_param_group({"params": model[1].parameters()})
     assert optimizer.report().fallback["1.weight"] == "in a Linear that the optimizer was not built with"
@@ -151,7 +151,7 @@ def test_the_state_is_saved_with_the_optimizer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
     other = copy.deepcopy(model)
-    optimizer, resumed = (bprong.BPRONG(m, lr=0.05, every=4) for m in (model, other))
+    optimizer, resumed = (bprong.BPRONG(m, "cross_entropy", lr=0.05, every=4) for m in (model, other))
     data = [classification(60, 5, 3)]
     train(model, optimizer, data * 3)
     other.load_state_dict(model.state_dict())

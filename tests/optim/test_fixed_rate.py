@@ -1,6 +1,7 @@
 """The rule of an explicit learning rate: momentum, groups of their own, decay, and a bound on the step."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from helpers import assert_close, classification, mlp, snapshot
+from bprong.errors import WhiteningWarning
+from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
 
@@ -25,9 +27,11 @@ def test_weight_and_bias_in_groups_of_their_own(lr_bias, frozen):
     sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.8)
     schedule = {"forward_every": 2, "forward_offset": 0, "backward_every": 5, "backward_offset": 1}
     damping = {"forward_damping": 0.1, "backward_damping": 0.03}
-    rewhitening = bprong.Rewhitening(whitened, sgd, fisher="exact", **damping, **schedule)
+    rewhitening = bprong.Rewhitening(whitened, sgd, "cross_entropy", fisher="exact", **damping, **schedule)
     params = [{"params": [plain[0].weight]}, {"params": [plain[0].bias], "lr": lr_bias}]
-    optimizer = bprong.BPRONG(plain, lr=0.1, momentum=0.8, params=params, **damping, options=EXACT | schedule)
+    optimizer = bprong.BPRONG(
+        plain, "cross_entropy", lr=0.1, momentum=0.8, params=params, **damping, options=EXACT | schedule
+    )
     for xb, yb in batches(x, y, 20, 30):
         rewhitening.step(xb)
         train(whitened, sgd, [(xb, yb)])
@@ -45,7 +49,14 @@ def test_with_identity_factors_it_is_torchs_sgd(momentum, nesterov):
     huge = 1e12
     settings = {"momentum": momentum, "nesterov": nesterov}
     optimizer = bprong.BPRONG(
-        ours, lr=0.1 * huge**2, forward_damping=huge, backward_damping=huge, every=3, options=EXACT, **settings
+        ours,
+        "cross_entropy",
+        lr=0.1 * huge**2,
+        forward_damping=huge,
+        backward_damping=huge,
+        every=3,
+        options=EXACT,
+        **settings,
     )
     train(ours, optimizer, batches(x, y, 20, 10))
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, **settings), batches(x, y, 20, 10))
@@ -57,8 +68,8 @@ def test_weight_decay_is_decoupled_and_acts_on_ordinary_weights():
     plain = mlp(5, 3)
     decayed = copy.deepcopy(plain)
     start = snapshot(plain)
-    train(plain, bprong.BPRONG(plain, lr=0.1, options=EXACT), [(x, y)])
-    train(decayed, bprong.BPRONG(decayed, lr=0.1, weight_decay=0.3, options=EXACT), [(x, y)])
+    train(plain, bprong.BPRONG(plain, "cross_entropy", lr=0.1, options=EXACT), [(x, y)])
+    train(decayed, bprong.BPRONG(decayed, "cross_entropy", lr=0.1, weight_decay=0.3, options=EXACT), [(x, y)])
     for name, value in snapshot(decayed).items():
         assert_close(value, snapshot(plain)[name] - 0.1 * 0.3 * start[name], 1e-12)
 
@@ -73,8 +84,8 @@ def test_bias_and_fallback_are_decayed_by_their_own_groups():
         {"params": [model[1].weight, model[1].bias], "weight_decay": 0.25},
     ]
     plain = copy.deepcopy(model)
-    train(plain, bprong.BPRONG(plain, lr=0.1, options=EXACT), [(x, y)])
-    train(model, bprong.BPRONG(model, lr=0.1, params=groups, options=EXACT), [(x, y)])
+    train(plain, bprong.BPRONG(plain, "cross_entropy", lr=0.1, options=EXACT), [(x, y)])
+    train(model, bprong.BPRONG(model, "cross_entropy", lr=0.1, params=groups, options=EXACT), [(x, y)])
     for name, decay in (("0.weight", 0), ("0.bias", 0.5), ("1.weight", 0.25)):
         assert_close(snapshot(model)[name], snapshot(plain)[name] - 0.1 * decay * start[name], 1e-12, name)
 
@@ -87,7 +98,7 @@ def test_the_bound_on_a_step_is_in_the_fisher_metric(bound):
     model = mlp(5, 3)
     start = snapshot(model)
     optimizer = bprong.BPRONG(
-        model, lr=0.5, likelihood="gaussian", forward_damping=1e-12, backward_damping=1e-12, max_step=bound,
+        model, lr=0.5, loss="gaussian", forward_damping=1e-12, backward_damping=1e-12, max_step=bound,
         options=EXACT,
     )  # fmt: skip
     loss = ((model(x) - y) ** 2 / 2).sum(-1).mean()
@@ -108,7 +119,7 @@ def test_a_bounded_step_keeps_its_direction(bias):
         torch.manual_seed(0)
         model = mlp(5, 4, 3, bias=bias)
         start = snapshot(model)
-        train(model, bprong.BPRONG(model, lr=0.5, max_step=max_step, options=EXACT), [(x, y)])
+        train(model, bprong.BPRONG(model, "cross_entropy", lr=0.5, max_step=max_step, options=EXACT), [(x, y)])
         steps.append(torch.cat([(value - start[name]).flatten() for name, value in snapshot(model).items()]))
     ratio = float(steps[1].norm() / steps[0].norm())
     assert ratio < 0.5
@@ -122,7 +133,7 @@ def test_momentum_is_carried_at_a_refresh_at_which_lr_is_zero():
     for tiny in (0.0, 1e-30):
         torch.manual_seed(1)
         model = mlp(5, 3)
-        optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9, every=2, options=EXACT)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=0.9, every=2, options=EXACT)
         for t, batch in enumerate(batches(x, y, 20, 8)):
             optimizer.param_groups[0]["lr"] = tiny if t == 4 else 0.1
             train(model, optimizer, [batch])
@@ -134,7 +145,7 @@ def test_a_refresh_leaves_the_velocity_of_the_bias_what_it_is():
     """A new centre changes how the velocity is stored, not where the parameters go."""
     x, y = classification(60, 5, 3)
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.5, every=2, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=0.5, every=2, options=EXACT)
     train(model, optimizer, [(x, y)] * 2)
     layer = optimizer._whitening.layers["0"]
 
@@ -152,17 +163,19 @@ def test_a_refresh_leaves_the_velocity_of_the_bias_what_it_is():
     assert_close(velocity(), 0.5 * before, 1e-12)
 
 
-def test_prong_takes_the_same_steps_for_every_likelihood():
-    """It measures no errors."""
+def test_prong_takes_the_same_steps_for_every_loss_that_is_declared_or_none():
+    """It measures no errors. A wrong declaration is pointed out all the same."""
     x, y = classification(60, 5, 3)
     ends = []
-    for likelihood in ("categorical", "gaussian"):
+    for loss in (None, "cross_entropy", "mse"):
         torch.manual_seed(0)
         model = mlp(5, 4, 3)
-        optimizer = bprong.PRONG(model, lr=0.1, likelihood=likelihood, every=3)
-        train(model, optimizer, batches(x, y, 20, 7), loss=F.cross_entropy)
+        optimizer = bprong.PRONG(model, loss, lr=0.1, every=3)
+        with pytest.warns(WhiteningWarning, match='"mse"') if loss == "mse" else nullcontext():
+            train(model, optimizer, batches(x, y, 20, 7), loss=F.cross_entropy)
         ends.append(snapshot(model))
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    for end in ends[1:]:
+        assert_unchanged(ends[0], end)
 
 
 def test_a_bias_that_is_frozen_for_a_while_follows_the_papers_network():
@@ -174,8 +187,8 @@ def test_a_bias_that_is_frozen_for_a_while_follows_the_papers_network():
     sgd = torch.optim.SGD(whitened.parameters(), lr=0.05, momentum=0.8)
     schedule = {"forward_every": 2, "backward_every": 2, "backward_offset": 0}
     damping = {"forward_damping": 0.1, "backward_damping": 0.03}
-    rewhitening = bprong.Rewhitening(whitened, sgd, fisher="exact", **damping, **schedule)
-    optimizer = bprong.BPRONG(plain, lr=0.05, momentum=0.8, every=2, options=EXACT, **damping)
+    rewhitening = bprong.Rewhitening(whitened, sgd, "cross_entropy", fisher="exact", **damping, **schedule)
+    optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.05, momentum=0.8, every=2, options=EXACT, **damping)
     for t, (xb, yb) in enumerate(batches(x, y, 20, 14)):
         for bias in (layer.bias_dagger, plain[0].bias):
             bias.requires_grad_(not 4 <= t < 8)

@@ -147,8 +147,6 @@ def test_training_in_eval_mode(problem, kind):
     plain = make(problem)
     optimizer, other = (build(m, kind, options=options) for m in (model, plain))
     for x, y in data(problem, 7):
-        optimizer.observe(x)
-        train(model, optimizer, [(x, y)])
-        other.observe(x)
-        train(plain, other, [(x, y)])
+        train(model, optimizer, [(x, y)], observe=True)
+        train(plain, other, [(x, y)], observe=True)
     assert_same_path(snapshot(model), snapshot(plain), 1e-9)

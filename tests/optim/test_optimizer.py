@@ -44,8 +44,10 @@ def test_the_papers_network(kind, momentum, nesterov):
         schedule |= {"backward_every": 5, "backward_offset": 2}
         damping |= {"backward_damping": 0.03}
     options = {"average": 0.0} | ({"fisher": "exact"} if two_sided else {})
-    rewhitening = bprong.Rewhitening(whitened, sgd, **options, **damping, **schedule)
-    optimizer = kind(plain, lr=lr, momentum=momentum, nesterov=nesterov, options=options | schedule, **damping)
+    rewhitening = bprong.Rewhitening(whitened, sgd, "cross_entropy", **options, **damping, **schedule)
+    optimizer = kind(
+        plain, "cross_entropy", lr=lr, momentum=momentum, nesterov=nesterov, options=options | schedule, **damping
+    )
     for xb, yb in batches(x, y, 20, 200):
         rewhitening.step(xb)
         train(whitened, sgd, [(xb, yb)])
@@ -106,7 +108,7 @@ def test_bf16_autocast():
     found = []
     for autocast in (True, False):
         copied = copy.deepcopy(model)
-        optimizer = bprong.BPRONG(copied, lr=0.1, options=EXACT)
+        optimizer = bprong.BPRONG(copied, "cross_entropy", lr=0.1, options=EXACT)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = F.cross_entropy(copied(x), y)
         loss.backward()
@@ -121,7 +123,7 @@ def test_grad_scaler_with_a_skipped_step():
     plain, scaled = twins(5, 8, 3, dtype=torch.float32)
     before = None
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = bprong.BPRONG(scaled, lr=0.1, every=3, options=EXACT)
+    optimizer = bprong.BPRONG(scaled, "cross_entropy", lr=0.1, every=3, options=EXACT)
     for t, (xb, yb) in enumerate(batches(x, y, 20, 8)):
         optimizer.zero_grad()
         scaler.scale(F.cross_entropy(scaled(xb), yb)).backward()
@@ -132,7 +134,7 @@ def test_grad_scaler_with_a_skipped_step():
         scaler.update()
         if t == 4:
             assert_unchanged(before, snapshot(scaled))
-    other = bprong.BPRONG(plain, lr=0.1, every=3, options=EXACT)
+    other = bprong.BPRONG(plain, "cross_entropy", lr=0.1, every=3, options=EXACT)
     train(plain, other, [batch for t, batch in enumerate(batches(x, y, 20, 8)) if t != 4])
     assert_same_path(snapshot(scaled), snapshot(plain), 1e-4)
 
@@ -141,7 +143,9 @@ def test_grad_scaler_with_a_skipped_step():
 def test_gradient_accumulation(k):
     x, y = classification(60, 5, 3)
     big, small = twins(5, 8, 3)
-    first, second = (bprong.BPRONG(m, lr=0.1, momentum=0.5, every=3, options=EXACT) for m in (big, small))
+    first, second = (
+        bprong.BPRONG(m, "cross_entropy", lr=0.1, momentum=0.5, every=3, options=EXACT) for m in (big, small)
+    )
     for xb, yb in batches(x, y, 20, 9):
         train(big, first, [(xb, yb)])
         second.zero_grad()
@@ -159,7 +163,11 @@ def test_dropout_batchnorm_layernorm():
         torch.manual_seed(1)
         body = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.LayerNorm(6), nn.ReLU()]
         model = nn.Sequential(*body, nn.Linear(6, 3)).double()
-        optimizer = bprong.BPRONG(model, lr=0.0, every=2) if measured else torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = (
+            bprong.BPRONG(model, "cross_entropy", lr=0.0, every=2)
+            if measured
+            else torch.optim.SGD(model.parameters(), lr=0.0)
+        )
         train(model, optimizer, batches(x, y, 20, 6))
         streams.append((torch.random.get_rng_state(), model[1].running_mean, model[1].num_batches_tracked))
     for ours, expected in zip(*streams, strict=True):
@@ -181,7 +189,7 @@ def test_a_layer_unused_in_a_step():
             return self.always(x) + self.sometimes(x) if self.use else self.always(x)
 
     model = Sometimes().double()
-    optimizer = bprong.BPRONG(model, lr=0.1, every=2)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, every=2)
     x, y = classification(20, 5, 3)
     train(model, optimizer, [(x, y)])
     model.use = False
@@ -216,7 +224,7 @@ def test_a_module_called_twice():
     model = Twice().double()
     x, y = classification(30, 4, 3)
     rows = torch.cat([x, torch.tanh(model.layer(x))]).detach()
-    optimizer = bprong.BPRONG(model, lr=0.1, options=EXACT)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT)
     train(model, optimizer, [(x, y)])
     layer = optimizer._whitening.layers["layer"]
     assert_close(layer.c, rows.mean(0), 1e-12)
@@ -237,7 +245,7 @@ def test_a_layer_that_receives_no_statistics():
 
     model = ByHand()
     x, y = classification(20, 5, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     before = snapshot(model)
     with pytest.raises(RuntimeError, match="no statistics reached 'read'"):
         train(model, optimizer, [(x, y)])
@@ -250,7 +258,7 @@ def test_a_layer_that_receives_no_statistics():
 def test_a_fresh_optimizer_with_zero_gradients():
     """As in distributed checkpointing; and an empty state is saved and loaded. Neither counts as a step."""
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     before = snapshot(model)
@@ -266,7 +274,7 @@ def test_a_fresh_optimizer_with_zero_gradients():
 def test_zero_grad_between_forward_and_backward_and_a_positional_closure():
     x, y = classification(60, 5, 3)
     plain, lightning = twins(5, 8, 3)
-    first, second = (bprong.BPRONG(m, lr=0.1, every=4, options=EXACT) for m in (plain, lightning))
+    first, second = (bprong.BPRONG(m, "cross_entropy", lr=0.1, every=4, options=EXACT) for m in (plain, lightning))
     train(plain, first, batches(x, y, 20, 10))
     for xb, yb in batches(x, y, 20, 10):
 
@@ -284,7 +292,7 @@ def test_zero_grad_between_forward_and_backward_and_a_positional_closure():
 def test_a_gradient_that_is_not_finite(bad):
     x, y = classification(20, 5, 3)
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1, momentum=0.9)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=0.9)
     train(model, optimizer, [(x, y)] * 2)
     before = snapshot(model)
     state = copy.deepcopy(optimizer.state_dict())
@@ -309,18 +317,19 @@ def test_a_gradient_that_is_not_finite(bad):
 def test_gradients_whose_squares_overflow_are_finite():
     """Long gradients are tested by their squares."""
     model = nn.Linear(200, 100)
-    optimizer = bprong.BPRONG(model, lr=0.0)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0)
     x = torch.randn(50, 200)
     (F.cross_entropy(model(x), torch.zeros(50, dtype=torch.long)) * 1e25).backward()
     assert float(model.weight.grad.double().square().sum()) > torch.finfo(torch.float32).max
-    optimizer.step()
+    with pytest.warns(WhiteningWarning, match=r"1e\+25 times as large"):
+        optimizer.step()
     assert optimizer.report().steps == 1
 
 
 def test_averaged_model():
     x, y = classification(60, 5, 3)
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, lr=0.1, every=3)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, every=3)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     seen = []
     for batch in batches(x, y, 20, 6):
@@ -340,7 +349,7 @@ def test_clip_grad_norm():
     steps = []
     for clip in (False, True):
         copied = copy.deepcopy(model)
-        optimizer = bprong.BPRONG(copied, lr=0.1, options=EXACT)
+        optimizer = bprong.BPRONG(copied, "cross_entropy", lr=0.1, options=EXACT)
         F.cross_entropy(copied(x), y).backward()
         if clip:
             norm = torch.nn.utils.clip_grad_norm_(copied.parameters(), 1e9)
@@ -354,7 +363,7 @@ def test_validation_forwards_between_steps():
     x, y = classification(60, 5, 3)
     plain, validated = twins(5, 8, 3)
     other = torch.randn(50, 5, dtype=torch.float64) * 100
-    first, second = (bprong.BPRONG(m, lr=0.1, every=2, options=EXACT) for m in (plain, validated))
+    first, second = (bprong.BPRONG(m, "cross_entropy", lr=0.1, every=2, options=EXACT) for m in (plain, validated))
     for batch in batches(x, y, 20, 8):
         train(plain, first, [batch])
         validated.eval()(other)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import pydoc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
+from bprong import WhiteningWarning
 from bprong.linalg.factors import LowRank
 from bprong.optim import Options
 from bprong.whitening.side import LOW_RANK_ERROR
@@ -27,7 +29,11 @@ def test_options_can_be_a_mapping_or_a_dataclass():
     for options in (given, Options(**given)):
         torch.manual_seed(0)
         model = mlp(5, 4, 3)
-        train(model, bprong.BPRONG(model, lr=0.1, every=3, options=options), batches(*classification(60, 5, 3), 20, 8))
+        train(
+            model,
+            bprong.BPRONG(model, "cross_entropy", lr=0.1, every=3, options=options),
+            batches(*classification(60, 5, 3), 20, 8),
+        )
         ends.append(snapshot(model))
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
@@ -45,8 +51,9 @@ def test_prong_shows_its_own_arguments():
     theirs = dict(inspect.signature(bprong.BPRONG).parameters)
     assert theirs.pop("backward_damping") is not None
     assert list(ours) == list(theirs)
+    own = {"loss": None, "lr": 0.01}  # at a fixed lr it needs no loss
     for name, parameter in ours.items():
-        assert parameter.default == theirs[name].default, name
+        assert parameter.default == own.get(name, theirs[name].default), name
         assert parameter.annotation == theirs[name].annotation, name
     shown = pydoc.render_doc(bprong.PRONG, renderer=pydoc.plaintext)
     assert all(f"{name}:" in shown for name in ours)
@@ -54,10 +61,10 @@ def test_prong_shows_its_own_arguments():
 
 def test_prong_passes_every_argument_on(monkeypatch):
     passed = {}
-    monkeypatch.setattr(bprong.BPRONG, "__init__", lambda self, *a, **k: passed.update(zip("mlk", a, strict=True), **k))
-    names = [name for name in inspect.signature(bprong.PRONG).parameters if name not in ("model", "lr", "likelihood")]
-    bprong.PRONG("model", "lr", "likelihood", **{name: name for name in names})
-    assert passed == {"m": "model", "l": "lr", "k": "likelihood"} | {name: name for name in names}
+    monkeypatch.setattr(bprong.BPRONG, "__init__", lambda self, *a, **k: passed.update(zip("mkl", a, strict=True), **k))
+    names = [name for name in inspect.signature(bprong.PRONG).parameters if name not in ("model", "loss", "lr")]
+    bprong.PRONG("model", loss="loss", lr="lr", **{name: name for name in names})
+    assert passed == {"m": "model", "k": "loss", "l": "lr"} | {name: name for name in names}
 
 
 def test_backward_damping_is_no_argument_of_prong():
@@ -77,7 +84,7 @@ def test_every_argument_is_documented():
 # What each of them changes --------------------------------------------------------------------------------------------
 
 CHANGES = [
-    {"lr": 0.06}, {"likelihood": "gaussian"}, {"momentum": 0.5}, {"momentum": 0.5, "nesterov": True},
+    {"lr": 0.06}, {"loss": "mse"}, {"momentum": 0.5}, {"momentum": 0.5, "nesterov": True},
     {"weight_decay": 0.1}, {"forward_damping": 0.1}, {"backward_damping": 0.1}, {"every": 4}, {"max_step": 0.01},
     {"max_dim": 3}, {"solver": "low-rank"},
 ]  # fmt: skip
@@ -91,7 +98,7 @@ OPTIONS = [
 def end_of(options=None, steps=8, **arguments):
     """Where a small convolutional network ends up."""
     model = make("conv")
-    settings = {"lr": 0.05, "every": 3} | arguments
+    settings = {"loss": "cross_entropy", "lr": 0.05, "every": 3} | arguments
     train_layered(model, bprong.BPRONG(model, options=options, **settings), data("conv", steps))
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -103,7 +110,8 @@ def usual():
 
 @pytest.mark.parametrize("arguments", CHANGES, ids=str)
 def test_every_argument_changes_the_path(arguments, usual):
-    found = end_of(**arguments)
+    with pytest.warns(WhiteningWarning, match="declared") if "loss" in arguments else nullcontext():
+        found = end_of(**arguments)
     assert torch.isfinite(found).all()
     assert not torch.equal(found, usual)
     assert len(arguments) == 1 or not torch.equal(found, end_of(momentum=0.5)), "nesterov beyond momentum"
@@ -141,7 +149,7 @@ def wide_problem():
 @pytest.mark.parametrize("solver", ["auto", "exact", "low-rank"])
 def test_the_solver_decides_the_factor_of_a_wide_side(solver):
     model, x, y = wide_problem()
-    optimizer = bprong.BPRONG(model, lr=0.05, momentum=0.5, every=2, solver=solver)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, momentum=0.5, every=2, solver=solver)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
@@ -160,11 +168,11 @@ def test_low_rank_factors_resume_bit_for_bit():
     ends = []
     for resumed in (False, True):
         model, x, y = wide_problem()
-        optimizer = bprong.BPRONG(model, lr=0.05, every=3, solver="low-rank")
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, every=3, solver="low-rank")
         for t in range(10):
             if resumed and t == 5:
                 state = optimizer.state_dict()
-                optimizer = bprong.BPRONG(model, lr=0.05, every=3, solver="low-rank")
+                optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, every=3, solver="low-rank")
                 optimizer.load_state_dict(state)
             train(model, optimizer, [(x, y)])
         ends.append(snapshot(model))
@@ -203,7 +211,7 @@ def test_low_rank_factors_resume_bit_for_bit():
 )
 def test_an_option_without_effect_is_refused(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
-        kind(mlp(5, 3), **arguments)
+        kind(mlp(5, 3), **({"loss": "cross_entropy", "lr": 0.01} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +222,7 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
         ({"momentum": 1}, "less than 1, not 1"),
         ({"weight_decay": float("nan")}, "weight_decay must be"),
         ({"every": 0}, "^every must be a whole number of at least 1, not 0"),
-        ({"likelihood": "softmax"}, "likelihood must be one of"),
+        ({"loss": "softmax"}, "loss cannot be 'softmax'. It is the loss that you minimise: nn.CrossEntropyLoss"),
         ({"max_step": 0}, "max_step must be a finite number above 0, not 0"),
         ({"max_dim": 0}, "max_dim must be a whole number of at least 1, not 0"),
         ({"solver": "svd"}, r"solver must be one of \('auto', 'exact', 'low-rank'\), not 'svd'"),
@@ -234,34 +242,36 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
 )
 def test_errors_about_arguments_say_what_is_allowed(arguments, message):
     with pytest.raises(ValueError, match=message):
-        bprong.BPRONG(mlp(5, 3), **arguments)
+        bprong.BPRONG(mlp(5, 3), **({"loss": "cross_entropy", "lr": 0.01} | arguments))
 
 
 def test_zero_is_no_bound_where_denormals_are_flushed():
     torch.set_flush_denormal(True)
     with pytest.raises(ValueError, match="max_step must be"):
-        bprong.BPRONG(mlp(5, 3), max_step=0)
+        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.01, max_step=0)
 
 
 def test_a_model_without_layers_to_whiten_is_refused():
     with pytest.raises(
         ValueError, match="BatchNorm2d has no layer that could be whitened; these can be: Linear, Conv1d"
     ):
-        bprong.BPRONG(nn.BatchNorm2d(1))
+        bprong.BPRONG(nn.BatchNorm2d(1), "cross_entropy", lr=0.01)
 
 
 @pytest.mark.parametrize("kind", [bprong.BPRONG, bprong.PRONG])
 def test_parameters_instead_of_the_model_are_refused(kind):
     name = kind.__name__
-    message = rf"{name} needs the model itself, not a generator: {name}\(model, ...\).*Use params= to select parameters"
+    message = (
+        rf"{name} needs the model itself, not a generator: {name}\(model, loss, ...\).*Use params= to select parameters"
+    )
     with pytest.raises(TypeError, match=message):
-        kind(mlp(5, 3).parameters())
+        kind(mlp(5, 3).parameters(), "cross_entropy")
 
 
 @pytest.mark.parametrize("options", ["exact", ["fisher"], Options])
 def test_options_of_another_type_are_refused(options):
     with pytest.raises(TypeError, match="options must be a bprong.optim.Options or a mapping"):
-        bprong.BPRONG(mlp(5, 3), options=options)
+        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.01, options=options)
 
 
 @pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999)])
@@ -272,17 +282,19 @@ def test_fallback_betas_are_two_numbers(betas):
 
 def test_what_became_a_keyword_argument_is_pointed_out():
     with pytest.raises(ValueError, match="solver and max_dim are keyword arguments"):
-        bprong.BPRONG(mlp(5, 3), options={"solver": "exact"})
+        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.01, options={"solver": "exact"})
 
 
 def test_low_rank_with_damping_relative_to_variances_is_refused():
     with pytest.raises(ValueError, match='solver="low-rank" needs damping'):
-        bprong.BPRONG(mlp(5, 3), solver="low-rank", forward_damping=bprong.Damping(0.1, "variance"))
+        bprong.BPRONG(
+            mlp(5, 3), "cross_entropy", lr=0.01, solver="low-rank", forward_damping=bprong.Damping(0.1, "variance")
+        )
 
 
 def test_groups_that_a_rule_cannot_follow_are_refused():
     model = mlp(5, 4, 3)
     with pytest.raises(ValueError, match='lr="auto" chooses how much of the last update to keep'):
-        bprong.BPRONG(model, lr="auto", params=[{"params": model.parameters(), "momentum": 0.9}])
+        bprong.BPRONG(model, "cross_entropy", lr="auto", params=[{"params": model.parameters(), "momentum": 0.9}])
     with pytest.raises(ValueError, match="nesterov needs a momentum above 0"):
-        bprong.BPRONG(model, params=[{"params": model.parameters(), "nesterov": True}])
+        bprong.BPRONG(model, "cross_entropy", lr=0.01, params=[{"params": model.parameters(), "nesterov": True}])

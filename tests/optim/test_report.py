@@ -15,7 +15,7 @@ from training import batches, train
 def reported(kind=bprong.BPRONG, steps=6, **arguments):
     """The report of a small model after some steps, at the fifth of which everything was refreshed."""
     model = nn.Sequential(*mlp(5, 4, 3), nn.LayerNorm(3, dtype=torch.float64))
-    optimizer = kind(model, **({"lr": 0.1, "every": 4} | arguments))
+    optimizer = kind(model, "cross_entropy", **({"lr": 0.1, "every": 4} | arguments))
     train(model, optimizer, batches(*classification(60, 5, 3), 20, steps))
     return optimizer.report()
 
@@ -42,7 +42,7 @@ def test_the_report_is_plain_data():
 def test_the_effective_number_of_directions_is_the_rank_of_a_projection():
     """tr(Ž)² / tr(Ž²): with k directions of equal variance it is k."""
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, lr=0.0, options={"average": 0.0})
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, options={"average": 0.0})
     x = torch.zeros(6, 5, dtype=torch.float64)
     x[0::2, :3] = torch.eye(3, dtype=torch.float64)
     x[1::2, :3] = -torch.eye(3, dtype=torch.float64)
@@ -53,7 +53,9 @@ def test_the_effective_number_of_directions_is_the_rank_of_a_projection():
 def test_the_distance_from_white_is_that_of_the_last_batch():
     x, y = classification(60, 5, 3)
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, lr=0.0, every=1, forward_damping=1e-9, options={"average": 0.9, "fisher": "exact"})
+    optimizer = bprong.BPRONG(
+        model, "cross_entropy", lr=0.0, every=1, forward_damping=1e-9, options={"average": 0.9, "fisher": "exact"}
+    )
     train(model, optimizer, [(x, y)] * 2)
     assert optimizer.report().layers[0]["forward_off_white"] < 1e-6
     train(model, optimizer, [(x * 2, y)])
@@ -77,7 +79,7 @@ def test_columns_that_nothing_is_known_of_are_left_out():
     lines = str(reported(bprong.PRONG)).splitlines()
     assert "δ" not in lines[1]
     assert "age z" in " ".join(lines[1].split())
-    fresh = str(bprong.BPRONG(mlp(5, 3)).report()).splitlines()
+    fresh = str(bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.01).report()).splitlines()
     assert fresh[0] == "0 steps"
     assert fresh[1].split() == ["layer", "factor", "z", "factor", "δ"]
     assert fresh[2].split() == ["0", "identity", "5", "identity", "3"]
@@ -85,12 +87,12 @@ def test_columns_that_nothing_is_known_of_are_left_out():
 
 def test_the_factor_column_says_how_a_side_is_inverted():
     model = nn.Sequential(nn.Linear(400, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizer = bprong.BPRONG(model, lr=0.01, every=2)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, every=2)
     x = torch.randn(60, 400) * torch.linspace(1, 12, 400).pow(-2) * 5
     train(model, optimizer, [(x, torch.zeros(60, dtype=torch.long))])
     rank = optimizer._whitening.layers["0"].forward.factor.B.shape[1]
     assert optimizer.report().layers[0]["forward_factor"] == f"rank {rank} of 400"
-    small = bprong.BPRONG(mlp(6, 4), max_dim=3).report().layers[0]
+    small = bprong.BPRONG(mlp(6, 4), "cross_entropy", lr=0.01, max_dim=3).report().layers[0]
     assert small["forward_factor"] == "identity 6 diagonal"
 
 
@@ -118,7 +120,7 @@ def test_scalars_are_one_flat_dictionary_of_floats(arguments):
 
 
 def test_scalars_leave_out_what_is_not_known_yet():
-    scalars = bprong.BPRONG(mlp(5, 3), lr="auto").report().scalars()
+    scalars = bprong.BPRONG(mlp(5, 3), "cross_entropy", lr="auto").report().scalars()
     assert set(scalars) == {"steps", "time/statistics", "time/factorisation", "time/step", "rule/lambda"}
     assert Report(3, [], {}, {}, {"ratio": None}).scalars() == {"steps": 3.0}
 
@@ -126,7 +128,7 @@ def test_scalars_leave_out_what_is_not_known_yet():
 def test_a_report_needs_no_factorisation(monkeypatch):
     """It costs no more than a few steps, however wide the layers are."""
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60))
-    optimizer = bprong.BPRONG(model, lr=0.01)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     train(model, optimizer, [(torch.randn(100, 60), torch.randint(60, (100,)))])
 
     def refuse(*_, **__):

@@ -14,7 +14,7 @@ from training import EXACT, assert_same_path, batches, train
 
 
 def explicit(model, **arguments):
-    return bprong.BPRONG(model, lr=0.1, **{"every": 10} | arguments)
+    return bprong.BPRONG(model, "cross_entropy", lr=0.1, **{"every": 10} | arguments)
 
 
 def drifting(model, **arguments):

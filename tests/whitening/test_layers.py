@@ -204,11 +204,11 @@ def stored_together(layers):
 def test_grouped_layers_move_as_they_would_alone(method, momentum, monkeypatch):
     together = deep()
     alone = deep()
-    first = method(together, lr=0.05, momentum=momentum, every=3)
+    first = method(together, "cross_entropy", lr=0.05, momentum=momentum, every=3)
     train(together, first, 10)
     assert stored_together(first._whitening.layers) == [["0", "2", "4", "6"]], "four layers of 6 × 6"
     monkeypatch.setattr(layers_module, "GROUPED_UP_TO", 0)
-    second = method(alone, lr=0.05, momentum=momentum, every=3)
+    second = method(alone, "cross_entropy", lr=0.05, momentum=momentum, every=3)
     train(alone, second, 10)
     assert not stored_together(second._whitening.layers)
     for a, b in zip(together.parameters(), alone.parameters(), strict=True):
@@ -263,7 +263,7 @@ def test_a_group_is_formed_anew_when_a_factor_has_changed():
 
 def test_a_layer_of_a_group_without_a_gradient_does_not_stop_the_others():
     model = deep()
-    optimizer = bprong.BPRONG(model, lr=0.05, every=5)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, every=5)
     train(model, optimizer, 2)
     before = snapshot(model)
     x, y = batch(9)

@@ -196,7 +196,7 @@ def test_a_refresh_that_would_change_the_outputs_is_undone(matrix, message, monk
     momentum = optimizer.state[model[0].weight_dagger]["momentum_buffer"].clone()
 
     def unfit(second, *_):
-        return Root(matrix(len(second)), second, second.diagonal(), second, second)
+        return Root(matrix(len(second)), second.diagonal(), second, second)
 
     monkeypatch.setattr(bprong.network.rewhitening, "root_of", unfit)
     with pytest.warns(WhiteningWarning) as caught:
@@ -218,7 +218,7 @@ def test_parameters_that_are_not_finite_are_named_as_the_cause():
 
 def test_a_layer_that_is_never_called_is_named():
     model = bprong.whiten_(Idle())
-    rewhitening = bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), **NOW)
+    rewhitening = bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", **NOW)
     x = torch.randn(8, 5)
     with pytest.warns(WhiteningWarning, match="layer 'idle'.*no statistics reached it; is it used"):
         done = rewhitening.step(x)
@@ -236,7 +236,7 @@ def test_a_layer_that_is_never_called_is_named():
         (torch.zeros(4, 7, dtype=torch.float64), {}, r"of 5 inputs was given a tensor of shape \(4, 7\)"),
         (torch.zeros(0, 5, dtype=torch.float64), {}, "the batch is empty"),
         (None, {}, "nothing to measure"),
-        (torch.ones(4, 5, dtype=torch.float64), {"likelihood": "categorical", "classes": 1}, "use bernoulli"),
+        (torch.ones(4, 5, dtype=torch.float64), {"loss": "cross_entropy", "classes": 1}, "use bernoulli"),
         (
             torch.ones(4, 5, dtype=torch.float64),
             {"y": torch.zeros(3, dtype=torch.long), "fisher": "empirical"},

@@ -158,7 +158,7 @@ def measured_at(optimizer, model, steps):
 
 def test_by_default_measurements_are_frequent_at_first_and_then_a_period_or_more_apart():
     model = deep()
-    optimizer = bprong.BPRONG(model, lr=0.0)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0)
     found = measured_at(optimizer, model, 400)
     every = optimizer._whitening.schedule.every
     assert found[:5] == [0, every // 8, every // 4, every // 2, every]
@@ -171,19 +171,19 @@ def test_a_larger_share_of_time_is_a_shorter_period():
     model = deep()
     periods = []
     for overhead in (0.05, 0.3):
-        optimizer = bprong.BPRONG(model, lr=0.0, overhead=overhead)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, overhead=overhead)
         train(model, optimizer, 1)
         periods.append(optimizer._whitening.schedule.every)
     assert periods[0] > 3 * periods[1]
     for bad in (0, 1, -1, "much"):
         with pytest.raises(ValueError, match="overhead"):
-            bprong.BPRONG(model, overhead=bad)
+            bprong.BPRONG(model, "cross_entropy", lr=0.01, overhead=bad)
 
 
 def test_the_default_resumes_bit_for_bit():
     whole = deep()
     half = deep()
-    optimizer, first = (bprong.BPRONG(m, lr=0.05, momentum=0.9) for m in (whole, half))
+    optimizer, first = (bprong.BPRONG(m, "cross_entropy", lr=0.05, momentum=0.9) for m in (whole, half))
     train(whole, optimizer, 150)
     train(half, first, 70)
     file = io.BytesIO()
@@ -192,7 +192,7 @@ def test_the_default_resumes_bit_for_bit():
     saved = torch.load(file, weights_only=True)
     resumed = deep(seed=9)
     resumed.load_state_dict(saved["model"])
-    second = bprong.BPRONG(resumed, lr=0.05, momentum=0.9)
+    second = bprong.BPRONG(resumed, "cross_entropy", lr=0.05, momentum=0.9)
     second.load_state_dict(saved["optimizer"])
     train(resumed, second, 80, start=70)
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
@@ -213,7 +213,7 @@ def data(t, scale=1.0):
 def drifted(steps, lr=0.05, scale=lambda t: 1.0, **others):
     torch.manual_seed(0)
     model = mlp(6, 8, 3)
-    optimizer = bprong.BPRONG(model, lr=lr, **({"every": 2, "options": DRIFT} | others))
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr, **({"every": 2, "options": DRIFT} | others))
     for t in range(steps):
         x, y = data(t, scale(t))
         optimizer.zero_grad()
@@ -244,6 +244,26 @@ def test_a_side_that_drifts_is_refreshed():
     assert_close(whitened, torch.eye(6, dtype=f64), 0.3)
 
 
+def test_sides_with_offsets_of_their_own_are_all_refreshed():
+    """The errors' side is first due after drift has given the inputs' side its interval."""
+    _, optimizer = drifted(20, options=DRIFT | {"backward_offset": 1})
+    assert all(side.interval is not None for side in sides_of(optimizer))
+    assert all(side.refreshed_at % 2 == (0 if side.of_inputs else 1) for side in sides_of(optimizer))
+
+
+def test_a_side_that_was_never_measured_follows_the_others():
+    """An idle layer must not make measurements due that no other layer needs."""
+    layers = Layers([layer_of(3, 2), Layer(weight_matrices_of("idle", nn.Linear(3, 2))[0])])
+    clock = Schedule(settings(refresh="drift", backward=(4, 0)), layers)
+    for side in layers[""].sides:
+        side.interval = 4
+    assert [t for t, sides in enumerate(at(clock, 40, lambda clock: clock.due)) if sides] == [0, 16, 32]
+    clock.t = 4
+    assert clock.measured("forward") == set()
+    clock.t = 16
+    assert clock.measured("forward") == clock.measured("backward") == {"", "idle"}
+
+
 def test_a_step_without_a_measurement_calls_the_model_once():
     model, optimizer = drifted(140, lr=0.0)
     assert optimizer._whitening.schedule.t % 32 != 0
@@ -270,7 +290,7 @@ def test_refreshing_by_drift_trains_as_well_as_at_every_period():
 def test_refreshing_by_drift_resumes_bit_for_bit():
     whole, _ = drifted(60)
     half, optimizer = drifted(30)
-    fresh = bprong.BPRONG(half, lr=0.05, every=2, options=DRIFT)
+    fresh = bprong.BPRONG(half, "cross_entropy", lr=0.05, every=2, options=DRIFT)
     fresh.load_state_dict(optimizer.state_dict())
     for t in range(30, 60):
         x, y = data(t)

@@ -1,27 +1,27 @@
-"""The batches a model was trained on since the last optimizer step, kept by two hooks on the root module.
+"""The batches a model was trained on since the last optimizer step, kept by hooks on the root module and on its loss.
 
 Layers carry no hooks, so in-place activations, checkpointing, torch.compile and autocast do not disturb anything.
 """
 
 from __future__ import annotations
 
-import sys
-import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import graph
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from bprong.capture.calls import replace_attribute
-from bprong.capture.measure import Arguments, tensor_of
+from bprong.capture.measure import Arguments, laid_out, tensor_of
 from bprong.likelihood.families import Likelihood
+from bprong.likelihood.loss import Loss
+from bprong.likelihood.targets import Targets, read_targets
 
 
 @dataclass(frozen=True)
@@ -53,83 +53,120 @@ class Subset:
         return tensor.reshape(self.whole, len(tensor) // self.whole, *tensor.shape[1:])[chosen].flatten(0, 1)
 
 
-class Batch(NamedTuple):
-    """A batch to measure.
-
-    x, y:      what the model is called with, and the targets of the data; None: unknown
-    counted:   which targets the loss counts, without the output's last dimension; None: all
-    inferred:  whether `counted` was inferred from zero gradients, which a perfectly predicted target also has
-    """
-
-    x: Any
-    y: Tensor | None = None
-    counted: Tensor | None = None
-    inferred: bool = False
-
-    def copied(self, count: int | None, dtype: torch.dtype) -> Batch:
-        """A copy of `count` of its examples (None: of all), in which low precision is converted to `dtype`."""
-        whole = examples(self.x)
-        subset = Subset(count or whole, whole)
-        y, counted = copied((self.y, self.counted), subset, dtype, several=True)
-        return Batch(copied(self.x, subset, dtype), y, counted, self.inferred)
-
-
 @dataclass(frozen=True)
 class OutputGradient:
-    """The gradient that the user's backward pass left at an output; value: of the loss, where it can be found."""
+    """An output and the gradient that the user's backward pass left there, with classes in the last dimension.
+
+    class_dim: where the model has the classes, if they were moved (`measure.laid_out`)
+    """
 
     output: Tensor
     gradient: Tensor
-    value: Tensor | None = None
+    class_dim: int | None = None
 
-    def __add__(self, other: OutputGradient) -> OutputGradient:
-        """Of two backward passes through one output, as if the losses had been summed."""
-        value = None if self.value is None or other.value is None else self.value + other.value
-        return OutputGradient(self.output, self.gradient + other.gradient, value)
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that the model was trained on, or that was observed.
+
+    x        what the model is called with
+    left     what the user's backward pass left at the output; None: unknown
+    given    the targets that the loss may have been given: observed, or those of the loss module's calls
+    targets  what the loss is of the output, once it was read; None: unknown
+    """
+
+    x: Any
+    left: OutputGradient | None = None
+    given: tuple[Tensor, ...] = ()
+    targets: Targets | None = None
+
+    def read(self, loss: Loss, assumed: Sequence[float] = (1.0,)) -> Batch:
+        """With the targets of the data; assumed: see `read_targets`."""
+        if self.left is not None:
+            return replace(self, targets=read_targets(loss, self.left.output, self.left.gradient, self.given, assumed))
+        known = [Targets(loss, y, loss.likelihood.not_ignored(y)) for y in self.given]
+        return replace(self, targets=known[0] if known else None)
+
+    @property
+    def class_dim(self) -> int | None:
+        return None if self.left is None else self.left.class_dim
+
+    def counted(self, likelihood: Likelihood) -> Tensor | None:
+        """Which targets the loss counts, without the output's last dimension; None: all, as far as is known."""
+        if self.targets is not None:
+            return self.targets.counted
+        return None if self.left is None else likelihood.counted_in(self.left.output, self.left.gradient)
+
+    def counts(self, likelihood: Likelihood) -> bool:
+        """Whether the loss counts any of its targets, as far as is known."""
+        if self.left is None or bool(self.left.gradient.any()):
+            return True
+        return bool(likelihood.counted_in(self.left.output, self.left.gradient).any())
+
+    def subset(self, count: int) -> Subset:
+        """`count` of the examples; all, if outputs or targets do not have equally many rows for each example."""
+        subset = Subset(count, examples(self.x))
+        rows = [] if self.left is None else [self.left.output]
+        rows += [] if self.targets is None else [self.targets.y]
+        return subset if all(map(subset.divides, rows)) else Subset(subset.whole, subset.whole)
 
 
 class Batches:
     """The batches a model was trained on since the last optimizer step.
 
-    model:           the root module as the user calls it, compiled or not; it has the hooks while this object lives
-    keep_gradients:  keep the gradient at the output of each call, from which the targets and the loss can be found; if
-                     False, keep only which targets count, which takes less memory
-    listener:        its hooks; `listener.wanted` says whether calls are kept until the next step
-    observed:        the batches given by `observe`, which are measured instead of the calls
+    model:     the root module as the user calls it, compiled or not; it has the hooks while this object lives
+    loss:      the declared loss; if it is a module, that has a hook too
+    listener:  its hooks; `listener.wanted` says whether calls are kept until the next step
+    observed:  the batches given by `observe`, which are measured instead of the calls
 
     Copies and pickles contain no batches and put hooks of their own on their model.
     """
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, keep_gradients: bool, wanted: bool = True) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, wanted: bool = True) -> None:
         self.model = model
-        self.likelihood = likelihood
+        self.loss = loss
         self.observed: list[Batch] = []
-        self.listener = Listener(wanted, keep_gradients, likelihood)
-        self.listener.attach(model, self)
+        self.listener = Listener(wanted, loss.likelihood)
+        self.listener.attach(self)
 
     def __reduce__(self) -> tuple[type[Batches], tuple[Any, ...]]:
-        return Batches, (self.model, self.likelihood, self.listener.keep_gradients, self.listener.wanted)
+        return Batches, (self.model, self.loss, self.listener.wanted)
 
     def observe(self, x: Any, y: Tensor | None = None) -> None:
         """Measure this batch at the next step, instead of the calls of the model."""
         if self.listener.wanted:
-            self.observed.append(Batch(x, y, self.likelihood.not_ignored(y) if isinstance(y, Tensor) else None))
+            self.observed.append(Batch(x, given=() if y is None else (y,)))
 
-    def calls(self) -> list[tuple[Arguments, Any]]:
-        """The calls of the model since the last step, in order, each with what was read off its output's gradient.
+    def seen(self) -> list[Batch]:
+        """The batches since the last step: those observed or, without any, the calls that a backward pass reached.
 
-        That is an `OutputGradient`, or which targets count, or a message why that cannot be told; None: no gradient.
+        If no call was reached, all of them. As many calls as observed batches have the gradients of these.
         """
-        kept: list[tuple[Arguments, Any]] = []
+        calls = self._calls(measured=not self.observed)
+        if not self.observed:
+            reached = [call for call in calls if call.left is not None] or calls
+            if all(len(call.given) == 1 for call in reached):
+                return reached
+            given = tuple(y for call in reached for y in call.given)  # of several calls before their losses
+            return [replace(call, given=given) for call in reached]
+        lefts = [call.left for call in calls] if len(calls) == len(self.observed) else [None] * len(self.observed)
+        return [
+            replace(batch, left=left if left is not None and len(left.output) == _length(batch) else None)
+            for batch, left in zip(self.observed, lefts, strict=True)
+        ]
+
+    def _calls(self, measured: bool) -> list[Batch]:
+        """All calls since the last step; measured: their arguments will be used, so these must not have changed."""
+        kept: list[Batch] = []
         link = self.listener.last
         while link is not None:
-            arguments, versions, found, link = link
-            if versions and versions != _versions(arguments):
+            arguments, versions, gradients, given, link = link
+            if measured and versions and versions != _versions(arguments):
                 raise RuntimeError(
                     "the batch was changed in place between the model's call and the step, so it cannot be measured. "
                     "Call optimizer.observe(x.clone()) before you change it"
                 )
-            kept.append((Arguments(*arguments), _sum(found)))
+            kept.append(Batch(Arguments(*arguments), _left(gradients, self.loss.likelihood), tuple(given)))
         return kept[::-1]
 
     def forget(self) -> None:
@@ -137,32 +174,39 @@ class Batches:
         self.observed.clear()
         self.listener.last = None
 
-    def to_measure(self, empirical: bool, backward: bool) -> list[Batch]:
-        """The batches that were observed or, without any, those of the model's calls.
+    def forget_reached(self) -> None:
+        """Forget the calls that a backward pass has reached: their gradients were set to zero."""
+        waiting = []
+        link = self.listener.last
+        while link is not None:
+            waiting += [] if link[2] else [link[:-1]]
+            link = link[-1]
+        self.listener.last = None
+        for call in reversed(waiting):
+            self.listener.last = (*call, self.listener.last)
 
-        Batches in which no target counts are left out. If all targets of all batches count, no batch has a mask.
 
-        empirical: read the targets of the data off the gradients; backward: errors will be measured, so raise an error
-        where the likelihood cannot tell which targets count
-        """
-        found = self.observed or [self._batch(call, read, empirical, backward) for call, read in self.calls()]
-        found = [batch for batch in found if batch.counted is None or batch.counted.any()] or found
-        unmasked = all(batch.counted is None or batch.counted.all() for batch in found)
-        return [batch._replace(counted=None) for batch in found] if unmasked else found
+def _length(batch: Batch) -> int:
+    return len(batch.given[0]) if batch.given else examples(batch.x)
 
-    def _batch(self, call: Arguments, read: Any, empirical: bool, backward: bool) -> Batch:
-        """A call with the targets of the data, if `empirical`, and with which targets count."""
-        if isinstance(read, OutputGradient) and empirical:
-            y = self.likelihood.targets_behind(read.gradient)
-            return Batch(call, y, self.likelihood.not_ignored(y))
-        mask = self.likelihood.counted_in(read.gradient) if isinstance(read, OutputGradient) else read
-        if isinstance(mask, str) and backward:
-            raise ValueError(mask)
-        return Batch(call, None, mask if isinstance(mask, Tensor) else None, inferred=True)
+
+def _left(gradients: Sequence[tuple[Tensor, Tensor]], likelihood: Likelihood) -> OutputGradient | None:
+    """Of all backward passes through one output, as if their losses had been summed; None: there was none.
+
+    Gradients that are not finite belong to a step that was skipped.
+    """
+    if not gradients:
+        return None
+    output = gradients[0][0]
+    gradient = sum((g for _, g in gradients[1:]), start=gradients[0][1])
+    if not bool(torch.isfinite(gradient).all()):
+        return None
+    class_dim = likelihood.class_dim(output, gradient)
+    return OutputGradient(laid_out(output, class_dim), laid_out(gradient, class_dim), class_dim)
 
 
 class Listener:
-    """Two hooks on a model that keep references to the arguments of its training calls, while they are wanted.
+    """Hooks on a model and on its loss that keep references to the arguments of training calls, while they are wanted.
 
     Calls in eval mode or without gradients are validation and are not kept. The calls form a linked list, because
     torch.compile traces these hooks and would compile again for each length of a Python list.
@@ -172,11 +216,8 @@ class Listener:
 
     paused = False  # for all listeners: calls that measure are not training
 
-    def __init__(
-        self, wanted: bool = False, keep_gradients: bool = False, likelihood: Likelihood | None = None
-    ) -> None:
+    def __init__(self, wanted: bool = False, likelihood: Likelihood | None = None) -> None:
         self.wanted = wanted
-        self.keep_gradients = keep_gradients
         self.likelihood = likelihood
         self.last: Any = None
 
@@ -188,7 +229,7 @@ class Listener:
             compiling = torch.compiler.is_compiling()
             # Containers are copied, so that the user cannot change them.
             arguments = (args, kwargs) if compiling else tree_map(lambda leaf: leaf, (args, kwargs))
-            self.last = (arguments, _versions(arguments), [], self.last)
+            self.last = (arguments, _versions(arguments), [], [], self.last)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """When the call has returned: read the gradient at its output once there is one."""
@@ -196,29 +237,47 @@ class Listener:
             return
         with suppress(TypeError):  # of an output without a tensor; whoever measures it will say what is missing
             tensor = tensor_of(output)
-            if tensor.requires_grad:  # a hook that kept the tensor itself would keep itself alive
+            if tensor.requires_grad and tensor.ndim > 0:  # a hook that kept the tensor itself would keep itself alive
                 tensor.register_hook(  # type: ignore[no-untyped-call]
-                    partial(self._read, module, self.last[2], tensor.detach())
+                    partial(_read, list(module.parameters()), self.last[2], tensor.detach())
                 )
 
-    def _read(self, module: nn.Module, found: list[Any], output: Tensor, gradient: Tensor) -> None:
-        if reaches(module.parameters()) and self.likelihood is not None:
-            g = gradient.detach()
-            found.append(
-                OutputGradient(output, g, running_loss()) if self.keep_gradients else self.likelihood.counted_in(g)
-            )
+    def after_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """When the loss was computed: keep its targets, for the last call of the model."""
+        if torch.compiler.is_compiling() or Listener.paused or not (self.wanted and self.last):
+            return
+        y = kwargs.get("target", args[-1] if args else None)
+        if isinstance(y, Tensor) and isinstance(value, Tensor) and value.requires_grad:
+            self.last[3].append(y.detach())
 
-    def attach(self, model: nn.Module, owner: object) -> None:
-        """Listen to the model as long as the owner lives; remove hooks that were copied with the model."""
-        for hooks, with_kwargs in (
-            (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
-            (model._forward_hooks, model._forward_hooks_with_kwargs),
-        ):
-            for key, hook in list(hooks.items()):
-                if isinstance(copy := getattr(hook, "__self__", hook), Listener) and copy.likelihood is None:
-                    del hooks[key], with_kwargs[key]
-        weakref.finalize(owner, model.register_forward_pre_hook(self, with_kwargs=True).remove)
-        weakref.finalize(owner, model.register_forward_hook(self.after, with_kwargs=True).remove)
+    def attach(self, owner: Batches) -> None:
+        """Listen to the model and its loss as long as the owner lives; remove hooks that were copied with them."""
+        loss = owner.loss.given
+        _remove_copies(owner.model)
+        handles = [
+            owner.model.register_forward_pre_hook(self, with_kwargs=True),
+            owner.model.register_forward_hook(self.after, with_kwargs=True),
+        ]
+        if isinstance(loss, nn.Module):
+            _remove_copies(loss)
+            handles.append(loss.register_forward_hook(self.after_loss, with_kwargs=True))
+        for handle in handles:
+            weakref.finalize(owner, handle.remove)
+
+
+def _remove_copies(module: nn.Module) -> None:
+    for hooks, with_kwargs in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(copy := getattr(hook, "__self__", hook), Listener) and copy.likelihood is None:
+                del hooks[key], with_kwargs[key]
+
+
+def _read(parameters: list[Tensor], gradients: list[tuple[Tensor, Tensor]], output: Tensor, gradient: Tensor) -> None:
+    if reaches(parameters):
+        gradients.append((output, gradient.detach()))
 
 
 @contextmanager
@@ -227,12 +286,6 @@ def without_listening() -> Iterator[None]:
     with ExitStack() as stack:
         replace_attribute(stack, Listener, "paused", True)
         yield
-
-
-def _sum(found: list[Any]) -> Any:
-    """Of several backward passes through one output: masks are joined, gradients add up, a message is kept."""
-    messages = (read for read in found if isinstance(read, str))
-    return next(messages, None) or (sum(found[1:], start=found[0]) if found else None)
 
 
 def _versions(batch: Any) -> list[int]:
@@ -260,41 +313,8 @@ def copied(batch: Any, subset: Subset, dtype: torch.dtype, *, several: bool = Fa
     return tree_map_only(Tensor, copy, batch)
 
 
-# The backward pass that is running ------------------------------------------------------------------------------------
-
-
-def _running_passes() -> Iterator[tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]]:
-    """Of each backward pass that is running in this thread: the losses, their factors, and the inputs asked for.
-
-    The innermost pass comes first. On a CPU hooks run in the thread that called backward(), so its passes are found in
-    the frames of that thread. On accelerators hooks run in another thread, and nothing is found.
-    """
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        if frame.f_code is graph._engine_run_backward.__code__:  # every backward pass goes through this function
-            yield frame.f_locals["t_outputs"], frame.f_locals["args"][0], frame.f_locals["args"][3]
-
-
-def running_loss() -> Tensor | None:
-    """The loss that is being differentiated, times the factor given to backward(), if it is found and has one element.
-
-    The gradient at an output determines the loss only in part, and a hook is given nothing else. If one backward pass
-    runs inside another, as for a checkpoint, the loss is that of the outer pass.
-
-    >>> found = []
-    >>> w = torch.tensor([3.0], requires_grad=True)
-    >>> handle = w.register_hook(lambda g: found.append(running_loss()))
-    >>> (2 * w).sum().backward()
-    >>> found
-    [tensor(6.)]
-    """
-    for losses, factors, _ in _running_passes():
-        if len(losses) == 1 and isinstance(losses[0], Tensor) and losses[0].numel() == 1:
-            return (losses[0].detach() * factors[0].detach()).reshape(())
-    return None
-
-
 def reaches(parameters: Iterable[Tensor]) -> bool:
-    """Whether the running backward pass computes gradients of any of these parameters, as far as can be found out.
+    """Whether the backward pass that is running computes gradients of any of these parameters.
 
     A pass that asks for other gradients only, such as ∂f/∂x for a gradient penalty, is not training.
 
@@ -307,6 +327,7 @@ def reaches(parameters: Iterable[Tensor]) -> bool:
     >>> found
     [False, True]
     """
-    asked = next((inputs for *_, inputs in _running_passes()), ())  # none: all that require a gradient
-    tensors = [id(leaf) for leaf in asked if isinstance(leaf, Tensor)]
-    return len(tensors) < len(asked) or not asked or any(id(p) in tensors for p in parameters)
+    try:
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in parameters if p.requires_grad)
+    except RuntimeError:  # autograd.grad() was asked for the gradient of a parameter
+        return True

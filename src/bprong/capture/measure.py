@@ -98,19 +98,20 @@ def record(
     errors: Chosen = True,
     rows: bool = False,
     counted: Tensor | None = None,
-    inferred: bool = False,
+    class_dim: int | None = None,
     verify: bool = False,
     seed: int,
 ) -> dict[str, LayerMoments]:
     """Run `model` on x and measure the layers, given by name with whether their z is centred.
 
-    verify: find out whether all uses of the layers' weights are recorded; for the other arguments see `measure`
+    class_dim:  see `laid_out`
+    verify:     find out whether all uses of the layers' weights are recorded; for the other arguments see `measure`
     """
     weights = [weight_matrix_of(name, layer) for name, (layer, _) in layers.items()]
     with recorded_run(model, weights, x, seed, bool(errors) or counted is not None or verify) as (output, calls):
         measured = measure(
-            {name: centre for name, (_, centre) in layers.items()}, output, calls, y, likelihood=likelihood,
-            fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted, inferred=inferred,
+            {name: centre for name, (_, centre) in layers.items()}, laid_out(output, class_dim), calls, y,
+            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted,
         )  # fmt: skip
         missed = unexplained(output, calls) if verify else ()
         return {name: replace(m, unexplained=name in missed) for name, m in measured.items()}
@@ -119,7 +120,7 @@ def record(
 def measure(
     centred: Mapping[str, bool], output: Tensor, calls: Calls, y: Tensor | None, *,
     likelihood: Likelihood | None, fisher: Fisher, inputs: Chosen, errors: Chosen, rows: bool = False,
-    counted: Tensor | None = None, inferred: bool = False,
+    counted: Tensor | None = None,
 ) -> dict[str, LayerMoments]:  # fmt: skip
     """The moments of recorded calls that led to an output.
 
@@ -129,10 +130,12 @@ def measure(
     inputs, errors: of which layers to measure z, and δ; inputs alone need no backward pass
     rows:        keep the rows themselves instead of their moments
     counted:     which targets the loss counts, without the output's last dimension; None: all
-    inferred:    `counted` was inferred from zero gradients, which a perfectly predicted target also has
     """
     measured = {name: LayerMoments(empty=name in calls.empty) for name in centred}
-    counted = _counted_targets(output, likelihood, counted, inferred)
+    if likelihood is not None:
+        likelihood.check(output)
+        counted = likelihood.counted(output, counted)
+    counted = None if counted is None else counted.flatten()
     counted_rows = {} if counted is None else rows_that_count(output, calls, counted)
     for call in calls:
         m = measured[call.weight.name]
@@ -150,19 +153,6 @@ def measure(
         for call, delta in errors_of(output, [call for call in calls if _is_chosen(call.weight.name, errors)], roots):
             measured[call.weight.name].add_errors(call, delta, targets, rows)
     return measured
-
-
-def _counted_targets(
-    output: Tensor, likelihood: Likelihood | None, counted: Tensor | None, inferred: bool
-) -> Tensor | None:
-    """The mask (targets,) of the targets that count; None: all. The likelihood checks the output on the way."""
-    if likelihood is not None:
-        likelihood.check(output)
-        counted = likelihood.counted(output, counted)
-    if counted is None or likelihood is None or not inferred:
-        return None if counted is None else counted.flatten()
-    (drawn,) = roots_of(output, None, likelihood, "sampled")  # zero where the model is certain of its prediction
-    return counted.flatten() | ~drawn.reshape(counted.numel(), -1).any(dim=1)
 
 
 def _is_chosen(name: str, chosen: Chosen) -> bool:
@@ -271,6 +261,11 @@ def _call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, tuple):
         return model(*x)
     return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+def laid_out(output: Tensor, class_dim: int | None) -> Tensor:
+    """An output with classes in this dimension as (B, positions, classes); None: as it is."""
+    return output if class_dim is None else output.movedim(class_dim, -1).flatten(1, -2)
 
 
 def tensor_of(output: Any) -> Tensor:

@@ -47,7 +47,7 @@ def run_audit(
     trained = _small_network(data) if checkpoint is None else load_trained(checkpoint, data)
     x = data.x_train[:examples].double()  # in float64 the zero eigenvalues can be told from the small ones
     networks = in_three_coordinates(trained.double(), x, forward_damping, backward_damping)
-    audits = {name: bprong.audit(model, x) for name, model in networks.items()}
+    audits = {name: bprong.audit(model, x, "cross_entropy") for name, model in networks.items()}
     out.mkdir(parents=True, exist_ok=True)
     settings = {
         "examples": len(x), "forward_damping": forward_damping, "backward_damping": backward_damping,
@@ -68,7 +68,7 @@ def in_three_coordinates(
     both_sides: dict[str, Any] = {"fisher": "exact", "backward_offset": 0, "backward_damping": backward_damping}
     for model, options in ((whitened, {}), (bidirectional, both_sides)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        bprong.Rewhitening(model, optimizer, forward_damping=forward_damping, **options).step(x)
+        bprong.Rewhitening(model, optimizer, "cross_entropy", forward_damping=forward_damping, **options).step(x)
     return {"plain": plain, "whitened": whitened, "bidirectional": bidirectional}
 
 
@@ -85,7 +85,7 @@ def _small_network(data: Dataset) -> nn.Module:
 def _draw(networks: Mapping[str, nn.Module], audits: Mapping[str, Any], x: Tensor, out: Path) -> None:
     """Write the figures; without the exact matrices, which only small networks have, only the eigenvalues of Ğ."""
     if all("exact" in audit["matrices"] for audit in audits.values()):
-        layers = {name: fisher_factors(model, x) for name, model in networks.items()}
+        layers = {name: fisher_factors(model, x, "cross_entropy") for name, model in networks.items()}
         matrices = {name: fisher_matrices(own) for name, own in layers.items()}
         eigenvalues = {name: torch.linalg.eigvalsh(own["exact"]) for name, own in matrices.items()}
         sizes = [layer.parameters for layer in layers["plain"]]
@@ -95,7 +95,8 @@ def _draw(networks: Mapping[str, nn.Module], audits: Mapping[str, Any], x: Tenso
         }
     else:
         eigenvalues = {
-            name: block_eigenvalues(second_moments(model, x)).sort().values for name, model in networks.items()
+            name: block_eigenvalues(second_moments(model, x, "cross_entropy")).sort().values
+            for name, model in networks.items()
         }
         title = "Eigenvalues of the block-diagonal Fisher matrix Ğ"
         figures = {"spectra": partial(eigenvalues_figure, eigenvalues, title)}

@@ -110,7 +110,9 @@ def _whitened(problem: Problem, backward: bool) -> TrainingState:
     optimizer = SGD(model.parameters(), lr=problem.lr)
     unused = {"statistics"} if backward else {"statistics", *BACKWARD_SETTINGS}
     settings = {name: value for name, value in asdict(problem.whitening).items() if name not in unused}
-    rewhitening = bprong.Rewhitening(model, optimizer, samples=_samples(problem), seed=problem.seed, **settings)
+    rewhitening = bprong.Rewhitening(
+        model, optimizer, "cross_entropy", samples=_samples(problem), seed=problem.seed, **settings
+    )
     return TrainingState(model, optimizer, rewhitening)
 
 
@@ -124,7 +126,9 @@ def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
 
 def _drop_in(problem: Problem, lr: Any) -> TrainingState:
     """The drop-in optimizer with its defaults on the plain network; only its random seed is the experiment's."""
-    return TrainingState(problem.plain, bprong.BPRONG(problem.plain, lr=lr, options={"seed": problem.seed}))
+    return TrainingState(
+        problem.plain, bprong.BPRONG(problem.plain, "cross_entropy", lr, options={"seed": problem.seed})
+    )
 
 
 def _drop_in_defaults(**given: Any) -> dict[str, Any]:

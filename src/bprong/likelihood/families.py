@@ -5,12 +5,13 @@ negative log-probability, how targets are drawn and, for an exact Fisher matrix,
 output: vectors g_k with Σ_k g_k g_kᵀ = E[∇(−log p) ∇(−log p)ᵀ], which are back-propagated in place of drawn errors.
 
 One target is one row of the output, (..., m): a batch has B of them in classification and B·T in a language model.
-Classes are therefore in the last dimension. An image of independent pixels (an output of four or more dimensions) is
-one target.
+Classes are therefore in the last dimension; `layout` finds outputs that have them in the second, as torch's losses
+take them. An image of independent pixels (an output of four or more dimensions) is one target.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bprong.likelihood.loss import IGNORED, Loss, Observation, loss_of_bits, loss_of_classes, loss_of_numbers
 from bprong.linalg.moments import to_float64
+
+CERTAIN = 1e-6  # probability of all other outcomes at which a target counts as predicted with certainty
 
 
 def nontrivial(mask: Tensor | None) -> Tensor | None:
@@ -32,13 +34,11 @@ class Likelihood(ABC):
 
     A subclass may also set these attributes, which `lr="auto"` reads:
 
-    nonnegative        nll is never negative, so its value bounds how far the loss can still fall. Leave it False if nll
-                       leaves out a constant.
-    takes_float64      nll accepts a float64 output, whatever the dtype of the targets.
-    scale_in_gradient  the gradient at the output determines the loss's scale κ without the loss's value, because
-                       targets are probabilities.
-    loss_varies_by     the factor by which losses of two batches commonly differ. After a larger change the scale κ of
-                       the loss is measured again.
+    nonnegative    nll is never negative, so its value bounds how far the loss can still fall. Leave it False if nll
+                   leaves out a constant.
+    takes_float64  nll accepts a float64 output, whatever the dtype of the targets.
+    ignore_index   the class index that marks targets that do not count.
+    hint           what to do if a gradient at the output cannot come from this likelihood; empty: any gradient can.
 
     >>> class Poisson(Likelihood):                        # output: log of the rate, (batch, counts)
     ...     def nll(self, output, y):
@@ -51,8 +51,8 @@ class Likelihood(ABC):
 
     nonnegative = False
     takes_float64 = False
-    scale_in_gradient = False
-    loss_varies_by = 8.0
+    ignore_index = -100
+    hint = ""
 
     @abstractmethod
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
@@ -142,26 +142,33 @@ class Likelihood(ABC):
         mask = mask.reshape(self.targets(output), -1).any(dim=1)
         return mask if mask.any() else None
 
-    def counted_in(self, gradient: Tensor) -> Tensor | str:
-        """Which targets the user's loss counts: those with a nonzero gradient at the output, (...) for (..., m).
-
-        Returns an error message instead if the gradient shows that the output is laid out in another way.
-        """
+    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
+        """Which targets the user's loss counts: those with a gradient at the output, (...) for (..., m)."""
         return (gradient != 0).any(dim=-1) if gradient.ndim > 1 else gradient != 0
 
     def not_ignored(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as ignored; None if this likelihood has no such mark."""
         return None
 
-    def targets_behind(self, gradient: Tensor) -> Tensor:
-        """The data's targets, read off the gradient of the user's loss at the output, whatever the loss's scale."""
-        raise ValueError(f"targets cannot be read off the gradients of {type(self).__name__}: give them, observe(x, y)")
+    def any_counts(self, y: Tensor) -> bool:
+        """Whether any of the data's targets is not marked as ignored."""
+        counted = self.not_ignored(y)
+        return counted is None or bool(counted.any())
 
-    def loss_from_gradient(self, seen: Observation, scale: float | None) -> Loss | None:
-        """The user's loss, read off its gradient at the output; scale: κ, if it is known already.
+    def class_dim(self, output: Tensor, gradient: Tensor) -> int | None:
+        """The dimension of the classes, by the gradient, if the output must be laid out as (B, positions, classes)."""
+        return None
 
-        Returns None if what was observed does not determine the loss, as for a likelihood without this method.
-        """
+    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
+        """Targets as a loss takes them, laid out like the output; None if they cannot be targets of this output."""
+        return y
+
+    def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor | None:
+        """Labels by the signs of the gradient of a loss at the output; None: there are none."""
+        return None
+
+    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
+        """The targets with ∂(−log p) / ∂ output = g, up to this error of a probability; None if there are none."""
         return None
 
     def total_nll(self, output: Tensor, y: Tensor) -> Tensor:
@@ -180,7 +187,10 @@ class Categorical(Likelihood):
 
     nonnegative = True
     takes_float64 = True
-    scale_in_gradient = True
+    hint = (
+        "Declare nn.NLLLoss() if the model returns log-probabilities, nn.MSELoss() for squared errors, or "
+        "nn.BCEWithLogitsLoss() for several labels of one example"
+    )
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         """The cross-entropy of each target; y: class indices (...), or distributions over the classes (..., m)."""
@@ -216,34 +226,49 @@ class Categorical(Likelihood):
                 f"categorical targets for an output of shape {tuple(output.shape)} are class indices of shape "
                 f"{tuple(output.shape[:-1])}, not {y.dtype} of shape {tuple(y.shape)}"
             )
-        classes = y[y != IGNORED]
+        classes = y[y != self.ignore_index]
         if classes.numel() and (classes.min() < 0 or classes.max() >= output.shape[-1]):
             raise ValueError(
                 f"class indices must lie in 0 … {output.shape[-1] - 1}; "
                 f"these lie in {int(classes.min())} … {int(classes.max())}"
             )
 
-    def counted_in(self, gradient: Tensor) -> Tensor | str:
-        """As for every likelihood, after a check that the gradient sums to zero over the last dimension.
-
-        The gradient of a cross-entropy sums to zero over the classes, so its sums show which dimension holds them.
-        """
-        if gradient.ndim == 3 and _sums_to_zero(gradient, 1) and not _sums_to_zero(gradient, 2):
-            return (
-                f"categorical needs classes in the last dimension of an output, but in this one, of shape "
-                f"{tuple(gradient.shape)}, the loss has them in the second. Let the model return output.mT, and give "
-                f"the loss its .mT"
-            )
-        return super().counted_in(gradient)
+    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
+        """Also those without a gradient that are predicted with certainty."""
+        certain = output.amax(dim=-1) - output.logsumexp(dim=-1) > -CERTAIN
+        return super().counted_in(output, gradient) | certain
 
     def not_ignored(self, y: Tensor) -> Tensor | None:
-        return y != IGNORED
+        return y.any(dim=-1) if y.is_floating_point() else y != self.ignore_index
 
-    def targets_behind(self, gradient: Tensor) -> Tensor:
-        """y is where the gradient, ∝ p − e_y, is least. A row of zeros is ignored by the loss, or has p = e_y."""
-        return gradient.argmin(dim=-1).masked_fill((gradient == 0).all(dim=-1), IGNORED)
+    def class_dim(self, output: Tensor, gradient: Tensor) -> int | None:
+        """The gradient of a cross-entropy sums to zero over the classes, and log-probabilities to one."""
+        if output.ndim < 3:
+            return None
+        second, last = (
+            _is_zero(gradient.sum(dim=dim), gradient) or _is_zero(output.logsumexp(dim=dim), output) for dim in (1, -1)
+        )
+        if second and not last:
+            return 1
+        return -1 if output.ndim > 3 else None
 
-    loss_from_gradient = staticmethod(loss_of_classes)
+    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
+        shape = output.shape if y.is_floating_point() else output.shape[:-1]
+        y = y.movedim(1, -1) if y.is_floating_point() and y.ndim > 2 and y.shape != shape else y
+        return y.reshape(shape) if y.numel() == shape.numel() else None
+
+    def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of a cross-entropy, ∝ p − e_y, is least at y, which is not the class that is ignored."""
+        ignored = torch.arange(output.shape[-1], device=output.device) == self.ignore_index
+        least = gradient.masked_fill(ignored, math.inf).argmin(dim=-1)
+        y = torch.where((gradient != 0).any(dim=-1), least, output.argmax(dim=-1))
+        return y.masked_fill(~self.counted_in(output, gradient), self.ignore_index)
+
+    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
+        """q = p − g, if these are distributions."""
+        q = output.softmax(dim=-1) - g
+        valid = float(q.min()) >= -tolerance and float((q.sum(dim=-1) - 1).abs().max()) <= tolerance
+        return q.clamp(min=0) * self.counted_in(output, g)[..., None] if valid else None
 
 
 class _Elementwise(Likelihood):
@@ -273,6 +298,12 @@ class _Elementwise(Likelihood):
     def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
         return self.curvature(to_float64(output)) * V
 
+    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
+        return y.reshape(output.shape).to(output.dtype) if y.numel() == output.numel() else None
+
+    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
+        return (gradient != 0).flatten(1).any(dim=1) if output.ndim > 3 else super().counted_in(output, gradient)
+
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         if y.shape != output.shape:
             raise ValueError(
@@ -284,7 +315,7 @@ class _Elementwise(Likelihood):
 class Bernoulli(_Elementwise):
     """Independent bits with logits as output; loss: binary cross-entropy summed over a row."""
 
-    scale_in_gradient = True
+    hint = "If the model ends in a sigmoid, remove that and use nn.BCEWithLogitsLoss instead of nn.BCELoss"
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         return self._of_targets(F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none"))
@@ -296,22 +327,29 @@ class Bernoulli(_Elementwise):
         p = output.sigmoid()
         return p * (1 - p)
 
-    def targets_behind(self, gradient: Tensor) -> Tensor:
-        """The gradient, ∝ p − y, is negative where y is one; targets between 0 and 1 must be given, observe(x, y)."""
-        return (gradient < 0).to(gradient.dtype)
+    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
+        """Also those without a gradient whose bits are predicted with certainty."""
+        certain = (output.abs() > -math.log(CERTAIN)).to(output)
+        return super().counted_in(output, gradient) | ~super().counted_in(output, 1 - certain)
+
+    def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient, ∝ p − y, is negative where y is one."""
+        return torch.where(gradient == 0, output > 0, gradient < 0).to(output)
+
+    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
+        y = output.sigmoid() - g
+        return y.clamp(0, 1) if -tolerance <= float(y.min()) and float(y.max()) <= 1 + tolerance else None
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         super().check_targets(output, y)
         if y.min() < 0 or y.max() > 1:
             raise ValueError(f"bernoulli targets must lie in 0 … 1; these lie in {float(y.min())} … {float(y.max())}")
 
-    loss_from_gradient = staticmethod(loss_of_bits)
-
 
 class Gaussian(_Elementwise):
     """Independent outputs of unit variance; loss: ½‖y − output‖², summed over a row."""
 
-    loss_varies_by = 2.0
+    hint = "For classes declare nn.CrossEntropyLoss()"
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         return self._of_targets((output - y) ** 2 / 2)
@@ -322,23 +360,28 @@ class Gaussian(_Elementwise):
     def curvature(self, output: Tensor) -> Tensor:
         return torch.ones_like(output)
 
-    loss_from_gradient = staticmethod(loss_of_numbers)
+    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
+        """Any number can be a target, but a gradient that sums to zero over the outputs is that of a cross-entropy.
+
+        Unless the outputs are probabilities, which sum to one as their targets do.
+        """
+        several = output.ndim > 1 and output.shape[-1] > 2 and not _is_zero(output.sum(dim=-1) - 1, output)
+        return None if several and _is_zero(g.sum(dim=-1), g) else output - g
 
 
-_BY_NAME: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+class Undeclared(Likelihood):
+    """For optimizers that need no loss: it knows only which targets count."""
+
+    def nll(self, output: Tensor, y: Tensor) -> Tensor:
+        raise TypeError("no loss was declared")
+
+    def sample(self, output: Tensor) -> Tensor:
+        raise TypeError("no loss was declared")
 
 
-def likelihood_of(choice: str | Likelihood) -> Likelihood:
-    """The likelihood of that name; a `Likelihood` is returned as it is."""
-    if isinstance(choice, Likelihood):
-        return choice
-    if isinstance(choice, str) and choice in _BY_NAME:
-        return _BY_NAME[choice]()
-    raise ValueError(f"likelihood must be one of {tuple(_BY_NAME)} or a bprong.Likelihood, not {choice!r}")
-
-
-def _sums_to_zero(gradient: Tensor, dim: int) -> bool:
-    return float(gradient.sum(dim=dim).abs().max()) <= 1e-3 * float(gradient.abs().max())
+def _is_zero(sums: Tensor, terms: Tensor) -> bool:
+    tolerance = max(1e-3, 4 * torch.finfo(terms.dtype).eps)
+    return float(sums.abs().max()) <= tolerance * float(terms.abs().max())
 
 
 def times_roots(roots: Iterable[Tensor], V: Tensor, targets: int) -> Tensor:

@@ -7,7 +7,7 @@ root; a step in ordinary coordinates needs UᵀU only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from bprong.checks import number, one_of
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.linalg.moments import finite, outer
 
@@ -42,10 +43,8 @@ class Damping:
     relative_to: RelativeTo = "one"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.value, (int, float)) and 0 <= self.value < float("inf")):
-            raise ValueError(f"damping must be a finite number of at least 0, not {self.value}")
-        if self.relative_to not in get_args(RelativeTo):
-            raise ValueError(f"damping can be relative to {get_args(RelativeTo)}, not to {self.relative_to!r}")
+        number("damping", self.value, 0)
+        one_of("relative_to", self.relative_to, get_args(RelativeTo))
 
     @classmethod
     def of(cls, value: float | Damping) -> Damping:
@@ -82,7 +81,6 @@ def inverse(
     >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
     [0.25, 1.0]
     """
-    check_square(second)
     second = second.to(torch.float64)
     damping = Damping.of(damping)
     if units is None:
@@ -97,29 +95,28 @@ def inverse(
     damped = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=torch.float32 if single else torch.float64))
     damped.diagonal(dim1=-2, dim2=-1).add_(epsilon)
     with failures_named():
-        L = cholesky_factor(damped)
+        L = _cholesky_factor(damped)
         # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
         found = None if L is None else torch.cholesky_inverse(L).mT
         if found is None or not finite(found):  # a moment that is not finite ends here as well
-            U = eigh_root(symmetrised(scaled) / weight, epsilon)[0]
+            U = _eigh_root(_symmetrised(scaled) / weight, epsilon)
             found = U.mT @ U
-            check_finite(found)
+            _check_finite(found)
     return found.div_(outer(root, root).to(found)) if rescaled else found
 
 
 def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
     """Whether the condition number leaves an inverse in float32 three digits: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
     least = float(epsilon.min())
-    flat = scaled.reshape(-1)
-    largest = float(torch.dot(flat, flat)) ** 0.5  # the Frobenius norm of all blocks bounds every eigenvalue
+    largest = float(torch.linalg.vector_norm(scaled))  # the Frobenius norm of all blocks bounds every eigenvalue
     return least > 0 and (largest / least + 1) * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3
 
 
-def inverses_of_equals(seconds: list[Tensor], dampings: list[Damping], dtype: torch.dtype) -> list[Tensor]:
+def inverses_of_equals(seconds: list[Tensor], dampings: Sequence[Damping], dtype: torch.dtype) -> list[Tensor]:
     """The inverses of several moments of one small shape by one factorisation; none if that fails."""
-    units = [d.amounts(second.diagonal()) for d, second in zip(dampings, seconds, strict=True)]
+    amounts = [d.amounts(second.diagonal()) for d, second in zip(dampings, seconds, strict=True)]
     try:
-        return list(inverse(torch.stack(seconds), 1.0, dtype, torch.stack(units)))
+        return list(inverse(torch.stack(seconds), 1.0, dtype, torch.stack(amounts)))
     except WhiteningError:  # factored one by one, each reports for itself what is wrong
         return []
 
@@ -129,7 +126,6 @@ class Root:
     """A root of an inverse: matrix @ (second + diag(damping)) @ matrix.T = I.
 
     matrix:   (d, d) U or R
-    inverse:  (d, d) U⁻¹ or R⁻¹
     damping:  (d,) what was added to the diagonal
     second:   (d, d) the moment that was whitened
     scaled:   (d, d) the same in units of the damping, which is what was factored
@@ -138,17 +134,14 @@ class Root:
     """
 
     matrix: Tensor
-    inverse: Tensor
     damping: Tensor
     second: Tensor = field(repr=False)
     scaled: Tensor = field(repr=False)
-    _spectrum: Tensor | None = field(default=None, repr=False)
 
     @cached_property
     def rank(self) -> int:
         """How many directions the statistics span, without the damping, at float64's precision."""
-        # Cholesky yields no eigenvalues, so they are computed on request.
-        return _rank(torch.linalg.eigvalsh(self.scaled) if self._spectrum is None else self._spectrum)
+        return _rank(torch.linalg.eigvalsh(self.scaled))
 
 
 def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver = "eigh") -> Root:
@@ -162,21 +155,17 @@ def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver =
     >>> U.rank
     1
     """
-    if solver not in _SOLVERS:
-        raise ValueError(f"solver must be one of {tuple(_SOLVERS)}, not {solver!r}")
-    second = symmetrised(second)
+    second = _symmetrised(second)
     damping = Damping.of(damping)
     units = damping.units(second.diagonal(dim1=-2, dim2=-1))
     # In these units the damping is a multiple of I. For damping relative to variances the scaled moment is the
     # correlation matrix, which stays well conditioned when features differ by many orders of magnitude.
     unit = units.sqrt()
+    scaled = second / outer(unit, unit)
     with failures_named():
-        scaled = second / outer(unit, unit)
-        matrix, inverse, spectrum = _SOLVERS[solver](scaled, damping.value)
-    check_finite(matrix, inverse)
-    return Root(
-        matrix / unit.unsqueeze(-2), inverse * unit.unsqueeze(-1), damping.value * units, second, scaled, spectrum
-    )
+        matrix = _SOLVERS[solver](scaled, damping.value)
+    _check_finite(matrix)
+    return Root(matrix / unit.unsqueeze(-2), damping.value * units, second, scaled)
 
 
 @contextmanager
@@ -188,46 +177,40 @@ def failures_named() -> Iterator[None]:
         raise WhiteningError(f"the factorisation failed: {reason}") from reason
 
 
-def check_finite(*found: Tensor) -> None:
-    if not all(map(finite, found)):
+def _check_finite(found: Tensor) -> None:
+    if not finite(found):
         raise WhiteningError("the factorisation is not finite although the statistics are; try a larger damping")
 
 
-Decomposition = tuple[Tensor, Tensor, Tensor | None]  # U, U⁻¹, and the eigenvalues where they are known
-
-
-def eigh_root(second: Tensor, epsilon: float | Tensor) -> Decomposition:
-    """The paper's root: U = (Λ+ε)^(-1/2) Pᵀ, U⁻¹ = P (Λ+ε)^(1/2)."""
+def _eigh_root(second: Tensor, epsilon: float | Tensor) -> Tensor:
+    """The paper's root: U = (Λ+ε)^(-1/2) Pᵀ."""
     eigenvalues, P = torch.linalg.eigh(second)
-    root = _damped(eigenvalues, epsilon).sqrt()
-    P = P * _signs(P)
-    return P.mT / root.unsqueeze(-1), P * root.unsqueeze(-2), eigenvalues
+    U: Tensor = (P * _signs(P)).mT / _damped(eigenvalues, epsilon).sqrt().unsqueeze(-1)
+    return U
 
 
-def _symmetric_root(second: Tensor, epsilon: float) -> Decomposition:
-    """The symmetric root: U = P (Λ+ε)^(-1/2) Pᵀ, the whitening closest to the identity."""
-    eigenvalues, P = torch.linalg.eigh(second)
-    root = _damped(eigenvalues, epsilon).sqrt()
-    return (P / root.unsqueeze(-2)) @ P.mT, (P * root.unsqueeze(-2)) @ P.mT, eigenvalues
+def _symmetric_root(second: Tensor, epsilon: float) -> Tensor:
+    """The symmetric root: P (Λ+ε)^(-1/2) Pᵀ = P U, the whitening closest to the identity."""
+    U = _eigh_root(second, epsilon)
+    P: Tensor = (U / torch.linalg.vector_norm(U, dim=-1, keepdim=True)).mT
+    return P @ U
 
 
-def _cholesky_root(second: Tensor, epsilon: float) -> Decomposition:
+def _cholesky_root(second: Tensor, epsilon: float) -> Tensor:
     """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's root if rounding made the matrix indefinite."""
     identity = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
-    L = cholesky_factor(second + epsilon * identity)
-    if L is None:
-        return eigh_root(second, epsilon)
-    return torch.linalg.solve_triangular(L, identity, upper=False), L, None
+    L = _cholesky_factor(second + epsilon * identity)
+    return _eigh_root(second, epsilon) if L is None else torch.linalg.solve_triangular(L, identity, upper=False)
 
 
-_SOLVERS: dict[str, Callable[[Tensor, float], Decomposition]] = {
-    "eigh": eigh_root,
+_SOLVERS: dict[RootSolver, Callable[[Tensor, float], Tensor]] = {
+    "eigh": _eigh_root,
     "cholesky": _cholesky_root,
     "symmetric": _symmetric_root,
 }
 
 
-def cholesky_factor(damped: Tensor) -> Tensor | None:
+def _cholesky_factor(damped: Tensor) -> Tensor | None:
     """L with Ž+ε = LLᵀ, or None if the matrix is not positive definite at its precision."""
     L, failed = torch.linalg.cholesky_ex(damped)
     # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is tested too.
@@ -235,14 +218,8 @@ def cholesky_factor(damped: Tensor) -> Tensor | None:
     return None if failed.any() or (pivots.amin(dim=-1) <= _rounding(pivots)).any() else L
 
 
-def check_square(second: Tensor) -> None:
-    if second.ndim not in (2, 3) or second.shape[-2] != second.shape[-1] or second.numel() == 0:
-        raise ValueError(f"a second moment is a square matrix, not a tensor of {tuple(second.shape)}")
-
-
-def symmetrised(second: Tensor) -> Tensor:
+def _symmetrised(second: Tensor) -> Tensor:
     """(Ž + Žᵀ) / 2 in float64; raises WhiteningError if it is not finite."""
-    check_square(second)
     # LAPACK's eigh returns numbers for NaN input without an error, so finiteness is tested here.
     if not finite(second):
         raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")

@@ -7,8 +7,8 @@ directions (`LowRank`). A new form is a subclass of `Factor`.
 
 In the metric of Ž+ε itself, in which a step is judged, the leading k directions of a low-rank factor are exact, and a
 direction of the tail with eigenvalue λ' is off by (λ'−σ)/s: the error of the factor is the largest of these. Nothing of
-size d³ is computed: P comes from subspace iteration, started at the previous P, and the error is estimated by power
-iteration.
+size d³ is computed: P comes from subspace iteration, started at the previous P. What P lacks in accuracy adds to the
+error at most ‖(ŽP − Pλ)(λ+ε)^-½‖ / √s.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, failures_named, inverse
-from bprong.linalg.moments import Moments, to_float64
+from bprong.linalg.moments import Moments
 
-OVERSAMPLING = 16  # directions iterated beyond the rank, so that the last ones kept are accurate
-COLD_ROUNDS = 4  # rounds of subspace iteration from random directions
-WARM_ROUNDS = 2  # rounds of subspace iteration from the previous factor's directions
-POWER_ROUNDS = 12  # rounds of power iteration that estimate the error
+OVERSAMPLING = 32  # directions iterated beyond the previous rank
+FIRST_SIZE = 64  # directions iterated at first, without a previous factor to start from
+ROUNDS = 3  # rounds of subspace iteration
 RANK_MULTIPLE = 16  # ranks are multiples of this: products with 96 columns take half the time of those with 95
-SLACK = 1.25  # factor on the estimated error, which approaches the true one from below
+UNUSED = 16  # directions iterated beyond the rank at least, so that those kept, and the next eigenvalue, are accurate
+SLACK = 1.25  # factor on the error of the tail, whose largest eigenvalue is approached from below
 
 
 class Factor(ABC):
@@ -39,30 +39,20 @@ class Factor(ABC):
     Matrices have the side's features in one dimension: (features, n) from the left, (n, features) from the right, with
     a leading dimension if the side has several groups.
 
-    cost:        operations that a product takes for each entry of the matrix it is applied to
-    dtype:       of the factor
-    directions:  (d, k) from which the search for the next low-rank factor can start; None: from random ones
+    cost:   operations that a product takes for each entry of the matrix it is applied to
+    dtype:  of the factor
     """
 
     cost: int
     dtype: torch.dtype
-    directions: Tensor | None = None
 
     @abstractmethod
     def left(self, M: Tensor) -> Tensor:
-        """(Ž+ε)⁻¹ M, for a matrix or for a vector of features."""
+        """(Ž+ε)⁻¹ M for a matrix, for a vector of features, or for (lead, size, n) block by block."""
 
     @abstractmethod
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         """M (Ž+ε)⁻¹; with `overwrite` the result may take M's memory."""
-
-    @abstractmethod
-    def moments_left(self, second: Tensor) -> Tensor:
-        """(Ž+ε)⁻¹ S for a second moment S as it is measured, block by block."""
-
-    @abstractmethod
-    def root(self) -> Tensor:
-        """U with UᵀU = (Ž+ε)⁻¹, shaped like the second moment."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -79,9 +69,9 @@ class Dense(Factor):
         self.dtype = inverse.dtype
 
     def left(self, M: Tensor) -> Tensor:
-        if self.blocks.lead or self.blocks.positions > 1:
-            return (self.inverse @ M.reshape(*self.inverse.shape[:-1], -1)).reshape(M.shape)
-        return self.inverse @ M
+        if not self.blocks.lead and self.blocks.positions == 1:
+            return self.inverse @ M
+        return (self.inverse @ M.reshape(*self.inverse.shape[:-1], -1)).reshape(M.shape)
 
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         blocks = self.blocks
@@ -90,13 +80,6 @@ class Dense(Factor):
         split = M.reshape(blocks.groups, -1, blocks.count, blocks.size, blocks.positions)
         inverse = self.inverse.view(blocks.groups, blocks.count, blocks.size, blocks.size)
         return torch.einsum("goibt,gibc->goict", split, inverse).reshape(M.shape)
-
-    def moments_left(self, second: Tensor) -> Tensor:
-        return self.inverse @ second
-
-    def root(self) -> Tensor:
-        L: Tensor = torch.linalg.cholesky(self.inverse)
-        return L.mT
 
     def state_dict(self) -> dict[str, Any]:
         # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
@@ -132,25 +115,13 @@ class LowRank(Factor):
         self.error = error
         self.cost = 4 * B.shape[1]
         self.dtype = B.dtype
-        self.directions = B
 
     def left(self, M: Tensor) -> Tensor:
-        if M.ndim == 1:
-            return M / self.s - self.B @ (self.B.T @ M)
-        return torch.addmm(M, self.B, self.B.T @ M, beta=1 / self.s, alpha=-1)
+        columns = M.reshape(len(self.B), -1)
+        return torch.addmm(columns, self.B, self.B.T @ columns, beta=1 / self.s, alpha=-1).reshape(M.shape)
 
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         return torch.addmm(M, M @ self.B, self.B.T, beta=1 / self.s, alpha=-1, out=M if overwrite else None)
-
-    def moments_left(self, second: Tensor) -> Tensor:
-        return self.left(second)
-
-    def root(self) -> Tensor:
-        """(I/s − BBᵀ)^½, symmetric: with B = P diag(β)^½ it is I/√s − P diag(1/√s − √(1/s − β)) Pᵀ."""
-        P, sizes, _ = torch.linalg.svd(self.B, full_matrices=False)
-        reduced = self.s**-0.5 - (1 / self.s - sizes.square()).clamp(min=0).sqrt()
-        root: Tensor = torch.eye(len(P), dtype=P.dtype, device=P.device) * self.s**-0.5 - (P * reduced) @ P.mT
-        return root
 
     def state_dict(self) -> dict[str, Any]:
         return {"B": self.B, "s": self.s, "error": self.error}
@@ -184,27 +155,23 @@ PROBES = 32  # random vectors that estimate the distance of a wide side from whi
 
 
 def distance_from_white(factor: Factor | None, second: Tensor) -> float:
-    """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the factor: the eigenvalues of UŽUᵀ are those of (UᵀU) Ž.
+    """‖U Ž Uᵀ − I‖ / ‖I‖ for any root U of the factor: with M = (UᵀU) Ž its square is tr (M−I)² / tr I.
 
-    For a wide side it is estimated: E‖…v‖² over random v is the squared norm, to some percent with few of them.
+    The trace is Σ vᵀ(M−I)²v over the unit vectors v, or for a wide side an estimate from random ones, to some percent.
+
+    second: Ž, in the precision of the factor
     """
 
-    def applied(M: Tensor) -> Tensor:
-        return M if factor is None else factor.moments_left(M)
+    def off_white(v: Tensor) -> Tensor:
+        product = second @ v
+        return (product if factor is None else factor.left(product)) - v
 
-    if factor is not None:  # people read this number, so the layer's own precision is enough
-        second = second.to(factor.dtype)
-    if second.ndim == 2 and len(second) > 4 * PROBES:
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(len(second), PROBES, generator=generator, dtype=torch.float32, device="cpu").to(second)
-        w = applied(second @ v) - v  # (M − I) v with M = (UᵀU) Ž, and ‖UŽUᵀ − I‖² = tr (M−I)² = E vᵀ(M−I)²v
-        squared = float((v * (applied(second @ w) - w)).sum()) / PROBES
-        return math.sqrt(max(squared, 0.0) / len(second))
-    product = applied(second)
-    diagonal = product.diagonal(dim1=-2, dim2=-1)
-    d = diagonal.numel()
-    squared = float((product * product.mT).sum()) - 2 * float(diagonal.sum()) + d
-    return math.sqrt(max(squared, 0.0) / d)
+    size = second.shape[-1]
+    v = torch.eye(size, dtype=second.dtype, device=second.device)
+    if size > 4 * PROBES:
+        v = _directions(second, PROBES) / PROBES**0.5
+    squared = float((v * off_white(off_white(v))).sum())
+    return math.sqrt(max(squared, 0.0) * size / second.numel())
 
 
 def low_rank(
@@ -215,104 +182,73 @@ def low_rank(
     second: (d, d), symmetric, in the precision to compute in
     start:  (d, k) directions to start from, such as the previous factor's B
     """
-    if not epsilon > 0:
+    if not epsilon > 0 or most < 1:
         return None
-    d = len(second)
-    total = float(second.trace())
-    size = min(d, 64 if start is None else start.shape[1] + OVERSAMPLING)
-    basis = _directions(second, size)
-    rounds = COLD_ROUNDS
-    if start is not None:
-        basis[:, : start.shape[1]] = start.to(second)
-        rounds = WARM_ROUNDS
+    largest = min(len(second), most + OVERSAMPLING)
+    vectors = second[:, :0] if start is None else start.to(second)
+    size = FIRST_SIZE if start is None else start.shape[1] + OVERSAMPLING
     while True:
-        values, vectors = _leading(second, basis, rounds)
-        k = _rank_for(values, total, d, epsilon, tolerance)
-        if k is not None and k <= most:
-            found = _factor(second, values, vectors, k, total, epsilon)
-            if found.error <= tolerance:
-                return found
-        needed = _extrapolated(values, tolerance * epsilon) if k is None else float(size)
-        if size >= min(d, most + OVERSAMPLING) or needed > most:
+        size = min(size, largest)
+        added = _directions(second, size - vectors.shape[1])
+        values, vectors, residuals = _leading(second, torch.cat([vectors, added], dim=1))
+        found = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
+        if found.error <= tolerance:
+            return found
+        if size == largest or _expected_error(values, most, epsilon) > tolerance:
             return None
-        grown = min(d, most + OVERSAMPLING, max(2 * size, int(1.1 * needed)))
-        basis = torch.cat([vectors, _directions(second, grown - size)], dim=1)
-        size = grown
-        rounds = COLD_ROUNDS
+        size *= 2
 
 
-def _extrapolated(values: Tensor, least: float) -> float:
-    """The index at which a spectrum falls to `least` if it continues as its last half does.
+def _expected_error(values: Tensor, rank: int, epsilon: float) -> float:
+    """The error at this rank if the spectrum falls on until there as its last half does, and is flat from there on.
 
     Most spectra flatten out, so that this is a lower bound.
     """
-    last = float(values[-1])
-    if last <= least:
-        return float(len(values))
+    positive = values.clamp(min=1e-30)
     half = len(values) // 2
-    decay = math.log(float(values[half]) / last) / (len(values) - half)
-    return len(values) + math.log(last / least) / decay if decay > 0 else math.inf
+    last = float(positive[-1])
+    decay = (last / float(positive[half])) ** (1 / (len(values) - half))
+    tail = last * decay ** (rank - len(values))
+    return float(tail / (tail + epsilon))
 
 
 def _directions(like: Tensor, count: int) -> Tensor:
-    """(d, count) random directions from a generator of their own, the same at each call."""
+    """(d, count) random directions for moments (…, d, d), from a generator of their own, the same at each call."""
     generator = torch.Generator().manual_seed(count)
-    return torch.randn(len(like), count, generator=generator, dtype=torch.float32, device="cpu").to(like)
+    return torch.randn(like.shape[-1], count, generator=generator, dtype=torch.float32, device="cpu").to(like)
 
 
-def _leading(second: Tensor, basis: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-    """Ritz values, largest first, and Ritz vectors after `rounds` of subspace iteration."""
-    for _ in range(rounds):
-        basis = _orthonormal(second @ basis)
+def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ritz values λ, largest first, vectors P and residuals ŽP − Pλ after some rounds of subspace iteration."""
     with failures_named():
-        values, rotation = torch.linalg.eigh(basis.T @ second @ basis)
-    return values.flip(0), basis @ rotation.flip(1)
+        for _ in range(ROUNDS):
+            basis = torch.linalg.qr(second @ basis)[0]
+        product = second @ basis
+        values, rotation = torch.linalg.eigh(basis.T @ product)
+    vectors = basis @ rotation
+    residuals = product @ rotation - vectors * values
+    return values.flip(0), vectors.flip(1), residuals.flip(1)
 
 
-def _orthonormal(Y: Tensor) -> Tensor:
-    """An orthonormal basis of Y's columns, by Cholesky of YᵀY in float64: a third of the cost of Householder's QR."""
-    double = to_float64(Y)
-    L, failed = torch.linalg.cholesky_ex(double.T @ double)
-    if failed or not float(L.diagonal().min()) > 1e-6 * float(L.diagonal().max()):  # YᵀY is singular to rounding
-        basis: Tensor = torch.linalg.qr(Y)[0]
-    else:
-        basis = torch.linalg.solve_triangular(L.mT, double, upper=True, left=False).to(Y)
-    return basis
+def _truncated(
+    second: Tensor, values: Tensor, vectors: Tensor, residuals: Tensor, epsilon: float, tolerance: float, most: int
+) -> LowRank:
+    """The factor of the least rank, a multiple of RANK_MULTIPLE, whose error is within the tolerance.
 
-
-def _rank_for(values: Tensor, total: float, d: int, epsilon: float, tolerance: float) -> int | None:
-    """The least rank, rounded up to RANK_MULTIPLE, whose tail is within the tolerance of its mean as far as known."""
-    sums = values.cumsum(0)[:-1]
-    k = torch.arange(1, len(values), device=values.device)
-    sigma = ((total - sums) / (d - k)).clamp(min=0)
-    error = torch.maximum(sigma, values[1:] - sigma) / (sigma + epsilon)
-    enough = (error <= tolerance / SLACK).nonzero()
-    if not len(enough):
-        return None
-    return min(math.ceil((int(enough[0]) + 1) / RANK_MULTIPLE) * RANK_MULTIPLE, len(values) - 1)
-
-
-def _factor(second: Tensor, values: Tensor, vectors: Tensor, k: int, total: float, epsilon: float) -> LowRank:
-    sigma = max(0.0, (total - float(values[:k].sum())) / (len(second) - k))
+    Its rank is chosen by the error that the tail can make, of whose eigenvalues the mean and the largest are known; it
+    is the largest rank allowed if none is enough. The factor states this error and what the residuals add to it.
+    """
+    ranks = torch.arange(1, len(values), device=values.device)
+    means = ((second.trace() - values.cumsum(0)[:-1]) / (len(second) - ranks)).clamp(min=0)
+    errors = torch.maximum(means, values[1:] - means) / (means + epsilon)
+    too_low = int((errors > tolerance / SLACK).cumprod(0).sum())
+    accurate = len(ranks) if len(values) == len(second) else len(values) - UNUSED
+    k = min(math.ceil((too_low + 1) / RANK_MULTIPLE) * RANK_MULTIPLE, accurate, most)
+    sigma = float(means[k - 1])
     s = epsilon + sigma
     weights = ((values[:k] - sigma) / (values[:k] + epsilon) / s).clamp(min=0)
-    found = LowRank(vectors[:, :k] * weights.sqrt(), s)
-    return LowRank(found.B, s, SLACK * _error(found, second, epsilon))
-
-
-def _error(found: LowRank, second: Tensor, epsilon: float) -> float:
-    """‖(Ž+ε)^½ M (Ž+ε)^½ − I‖, by power iteration with the operator M(Ž+ε) − I, which has the same eigenvalues."""
-    x = _directions(second, 1)[:, 0]
-    damped = torch.addmv(x, second, x, beta=epsilon)
-    size = 0.0
-    for _ in range(POWER_ROUNDS):
-        moved = found.left(damped) - x
-        damped_moved = torch.addmv(moved, second, moved, beta=epsilon)
-        squared = float(moved @ damped_moved)
-        if not squared > 0:
-            return 0.0
-        size = (squared / float(x @ damped)) ** 0.5
-        norm = float(moved.norm())
-        x = moved / norm
-        damped = damped_moved / norm
-    return size
+    # The residual of the next direction too: the tail's largest eigenvalue is known to within it.
+    scaled = residuals[:, : k + 1] / (values[: k + 1].clamp(min=0) + epsilon).sqrt() / s**0.5
+    inaccuracy = torch.linalg.matrix_norm(scaled.T @ scaled, 2).sqrt()  # ‖scaled‖ of a (k + 1)² matrix, not of d · k
+    error = float(errors[k - 1])
+    return LowRank(vectors[:, :k] * weights.sqrt(), s, max(SLACK * error, error + float(inaccuracy)))

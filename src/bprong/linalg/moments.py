@@ -52,10 +52,14 @@ class Moments:
         """Whether every observation was finite: an infinite or NaN row leaves its mark in the scatter."""
         return finite(self.scatter)
 
+    @property
+    def _kind(self) -> str:
+        return f"{'uncentred' if self.mean is None else 'centred'} moments of shape {tuple(self.scatter.shape)}"
+
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations together (Chan, Golub & LeVeque's pairwise rule)."""
-        if self.scatter.shape != other.scatter.shape or (self.mean is None) != (other.mean is None):
-            raise ValueError(f"cannot merge moments of {_describe(self)} with moments of {_describe(other)}")
+        if self._kind != other._kind:
+            raise ValueError(f"cannot merge {self._kind} with {other._kind}")
         return self.average(other, 1.0)
 
     def average(self, new: Moments, keep: float) -> Moments:
@@ -69,14 +73,12 @@ class Moments:
         # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
         mean = self.mean + difference * (new.weight / weight)
         between = old * new.weight / weight
-        if difference.ndim == 1:
-            return Moments(weight, mean, scatter.addr_(difference, difference, alpha=between))
-        return Moments(weight, mean, scatter.add_(outer(difference, difference), alpha=between))
+        return Moments(weight, mean, add_outer(scatter, difference, difference, between, out=scatter))
 
     def overlay(self, other: Moments) -> Moments:
         """Adds errors of the same targets (another position, another root): the scatters add, the weight stays."""
-        if self.mean is not None or other.mean is not None or self.weight != other.weight:
-            raise ValueError(f"only errors of the same targets overlay, not {_describe(self)} and {_describe(other)}")
+        if self.weight != other.weight:
+            raise ValueError(f"only errors of the same targets overlay, not of {self.weight:g} and {other.weight:g}")
         return Moments(self.weight, None, self.scatter + other.scatter)
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,6 +156,13 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
+def add_outer(M: Tensor, a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
+    """M + α abᵀ, block by block if there is a leading dimension; `out` may be M."""
+    if M.ndim == 2:
+        return torch.addr(M, a, b, alpha=alpha, out=out)
+    return torch.baddbmm(M, a.unsqueeze(-1), b.unsqueeze(-2), alpha=alpha, out=out)
+
+
 def rows_of(values: Tensor, blocks: int = 0) -> Tensor:
     """(..., d) → (rows, d), or (..., blocks, d) → (rows, blocks, d): a detached float64 copy."""
     if values.ndim < 1 or values.numel() == 0:
@@ -176,8 +185,3 @@ def to_float64(values: Tensor) -> Tensor:
 def float64_device(values: Tensor) -> torch.device:
     """Where float64 tensors about `values` are kept."""
     return torch.device("cpu") if values.device.type == "mps" else values.device
-
-
-def _describe(moments: Moments) -> str:
-    kind = "uncentred" if moments.mean is None else "centred"
-    return f"{moments.scatter.shape[0]} {kind} coordinates of weight {moments.weight:g}"

@@ -19,15 +19,15 @@ on channels, all positions of the kernel share U and c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from bprong.errors import LinAlgError, WhiteningError
+from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.moments import feature_means, float64_copy, outer, to_float64
 
@@ -41,11 +41,6 @@ class Quotient:
 
     old: Tensor
     new: Tensor
-
-    @classmethod
-    def of(cls, held: Tensor, new: Tensor) -> Quotient:
-        """From what a layer holds to what it will hold: U' as its dtype rounds it, not as it was computed."""
-        return cls(float64_copy(held), float64_copy(new.to(held)))
 
     def times(self, M: Tensor) -> Tensor:
         """T M."""
@@ -93,22 +88,27 @@ Multiplier = Quotient | NearIdentity  # T of a change of coordinates, U' = T U o
 
 
 @dataclass(frozen=True)
-class ForwardChange:
-    """(U, c) → (T U, c'), with s = U (c' − c) shaped like c. Each method moves a (W†, b†) pair to new coordinates."""
+class Change:
+    """(U, c) → (T U, c') with s = U (c' − c), shaped like c; or R → T R, with s = None.
+
+    blocks: of the side that changes. Each method moves a (W†, b†) pair to the new coordinates.
+    """
 
     T: Multiplier
-    s: Tensor
     blocks: Blocks
+    s: Tensor | None = None
 
     def velocity(self, W: Tensor, b: Tensor | None) -> Pair:
         """Moves parameters, and whatever is added to them."""
-        return (
-            on_inputs(self.T.transposed_solve, W, self.blocks),
-            None if b is None else b + times_mean(W, self.s, self.blocks),
-        )
+        if self.s is None:
+            return on_outputs(self.T.transposed_solve, W, b, self.blocks)
+        moved = on_inputs(self.T.transposed_solve, W, self.blocks)
+        return moved, None if b is None else b + times_mean(W, self.s, self.blocks)
 
     def gradient(self, W: Tensor, b: Tensor | None) -> Pair:
         """Moves gradients by the parameters."""
+        if self.s is None:
+            return on_outputs(self.T.times, W, b, self.blocks)
         return on_inputs(self.T.times, W if b is None else W - self._outer(b, self.s, W), self.blocks), b
 
     def squares(self, W: Tensor, b: Tensor | None) -> Pair:
@@ -117,7 +117,10 @@ class ForwardChange:
         With g' = L g, the diagonal of L diag(v) Lᵀ is (L∘L) v, the best estimate that a diagonal v allows. It stays
         positive; correlations, which v does not contain, are lost.
         """
-        T = _dense(self.T, self.blocks.shape[:-1], W)
+        shape = self.blocks.shape
+        T = self.T.times(torch.eye(shape[-1], dtype=W.dtype, device=W.device).expand(shape))
+        if self.s is None:
+            return on_outputs(T.square().matmul, W, b, self.blocks)
         moved = on_inputs(T.square().matmul, W, self.blocks)
         if b is not None:
             moved = moved + self._outer(b, (T @ self.s.unsqueeze(-1)).squeeze(-1).square(), W)
@@ -128,31 +131,6 @@ class ForwardChange:
         return outer(b.reshape(self.blocks.groups, -1), feature_means(s, self.blocks)).reshape(like.shape)
 
 
-@dataclass(frozen=True)
-class BackwardChange:
-    """R → T R, for R of shape (*shape, d). The methods are those of `ForwardChange`."""
-
-    T: Multiplier
-    shape: Sequence[int]
-
-    def velocity(self, W: Tensor, b: Tensor | None) -> Pair:
-        return on_outputs(self.T.transposed_solve, W, b, self.shape)
-
-    def gradient(self, W: Tensor, b: Tensor | None) -> Pair:
-        return on_outputs(self.T.times, W, b, self.shape)
-
-    def squares(self, W: Tensor, b: Tensor | None) -> Pair:
-        return on_outputs(_dense(self.T, self.shape, W).square().matmul, W, b, self.shape)
-
-
-Change = ForwardChange | BackwardChange
-
-
-def _dense(T: Multiplier, shape: Sequence[int], like: Tensor) -> Tensor:
-    """T as a matrix, (*shape, d)."""
-    return T.times(torch.eye(shape[-1], dtype=like.dtype, device=like.device).expand(*shape, -1))
-
-
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
     columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size, blocks.positions).permute(0, 2, 3, 1, 4)
@@ -160,11 +138,9 @@ def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     return moved.permute(0, 3, 1, 2, 4).reshape(W.shape)
 
 
-def on_outputs(apply: Map, W: Tensor, b: Tensor | None, shape: Sequence[int]) -> Pair:
-    """Applies a map of columns to those of a weight (out, …) and to its bias: (L W, L b) for `L.matmul`.
-
-    shape: of the outputs, (d,), or (n, d) for n blocks.
-    """
+def on_outputs(apply: Map, W: Tensor, b: Tensor | None, blocks: Blocks) -> Pair:
+    """Applies a map of columns to those of a weight (out, …) and to its bias: (L W, L b) for `L.matmul`."""
+    shape = blocks.shape[:-1]
     moved = apply(W.reshape(*shape, -1)).reshape(W.shape)
     return moved, None if b is None else apply(b.reshape(*shape, -1)).reshape(b.shape)
 
@@ -174,32 +150,18 @@ def times_mean(W: Tensor, mean: Tensor, blocks: Blocks) -> Tensor:
     return (W.reshape(blocks.groups, -1, blocks.features) @ feature_means(mean, blocks).unsqueeze(-1)).flatten()
 
 
-@contextmanager
-def keeping_outputs(layer: nn.Module, probe: Tensor) -> Iterator[None]:
-    """Undoes the change of coordinates made in this context if the layer's outputs on `probe` have moved.
-
-    Raises WhiteningError, with the layer as it was, if they moved by more than the dtype allows, were not finite to
-    begin with, or if the new coordinates are singular.
-    """
-    saved = {tensor: tensor.detach().clone() for tensor in (*layer.parameters(), *layer.buffers())}
-    with torch.no_grad():
-        try:
-            before: Tensor = layer(probe)
-            if not torch.isfinite(before).all():
-                raise WhiteningError("its outputs on this batch are not finite")
-            yield
-            dtype = torch.finfo(before.dtype)
-            moved = float64_copy(layer(probe) - before).norm() / float64_copy(before).norm().clamp(min=dtype.tiny)
-            if not moved <= dtype.eps**0.5:  # written so that NaN is an error too
-                raise WhiteningError(
-                    f"re-whitening would change its outputs on this batch by {float(moved):.1e} relative, more than "
-                    f"{before.dtype} allows ({dtype.eps**0.5:.1e}); use a larger damping, which makes the change "
-                    f"better conditioned"
-                )
-        except BaseException as reason:
-            for tensor, value in saved.items():
-                tensor.copy_(value)
-            torch.clear_autocast_cache()
-            if isinstance(reason, LinAlgError):  # U' or R' is singular once it is rounded to the layer's dtype
-                raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
-            raise
+@torch.no_grad()
+def check_outputs(layer: nn.Module, new: Mapping[str, Tensor], probe: Tensor) -> None:
+    """Raises WhiteningError unless the layer's outputs on `probe` are finite and stay the same with new tensors."""
+    before: Tensor = layer(probe)
+    if not torch.isfinite(before).all():
+        raise WhiteningError("its outputs on this batch are not finite")
+    dtype = torch.finfo(before.dtype)
+    difference = functional_call(layer, dict(new), (probe,)) - before
+    moved = float64_copy(difference).norm() / float64_copy(before).norm().clamp(min=dtype.tiny)
+    if not moved <= dtype.eps**0.5:  # written so that NaN is an error too
+        raise WhiteningError(
+            f"re-whitening would change its outputs on this batch by {float(moved):.1e} relative, more than "
+            f"{before.dtype} allows ({dtype.eps**0.5:.1e}); use a larger damping, which makes the change better "
+            f"conditioned"
+        )

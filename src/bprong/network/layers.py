@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bprong.capture.convolution import Geometry, geometry_of
-from bprong.linalg.blocks import MAX_DIM, Blocks, blocks_of
+from bprong.capture.convolution import geometry_of
+from bprong.capture.weights import Limits, weight_matrices_of
+from bprong.errors import LinAlgError, WhiteningError
+from bprong.linalg.blocks import MAX_DIM, Blocks
 from bprong.linalg.moments import float64_copy, to_float64
 from bprong.network.coordinates import (
-    BackwardChange,
     Change,
-    ForwardChange,
     Multiplier,
     Pair,
     Quotient,
-    keeping_outputs,
+    check_outputs,
     on_inputs,
     on_outputs,
     times_mean,
@@ -30,7 +30,6 @@ from bprong.whitening.side import Side
 
 L = TypeVar("L", bound="WhitenedLayer")
 Stock = nn.Linear | nn.Conv2d
-PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 class WhitenedLayer(nn.Module):
@@ -41,15 +40,9 @@ class WhitenedLayer(nn.Module):
 
     z are the rows that the weight multiplies; for a convolution (`geometry`) these are the patches of its padded input.
 
-    A subclass names the class of its stock layer and the constructor arguments that the two have in common.
+    The stock layer itself is kept on the `meta` device, without values, for everything but its parameters.
     """
 
-    stock: ClassVar[type[nn.Module]]
-    options: ClassVar[tuple[str, ...]]
-    U: Tensor
-    c: Tensor
-    R: Tensor | None
-    bias_dagger: Tensor | None
     buffers_are_constant = True  # a forward pass never writes to them
 
     @classmethod
@@ -63,46 +56,38 @@ class WhitenedLayer(nn.Module):
 
     def __init__(self, stock: Stock, backward: bool, max_dim: int, channels: bool = False) -> None:
         super().__init__()
-        for option in self.options:
-            setattr(self, option, getattr(stock, option))
+        self._stock = (copy.deepcopy(stock).to("meta"),)  # in a tuple, so that torch does not register its parameters
+        for constant in stock.__constants__:
+            setattr(self, constant, getattr(stock, constant))
         self.geometry = geometry_of(stock) if isinstance(stock, nn.Conv2d) else None
-        W = stock.weight
-        groups = getattr(stock, "groups", 1)
-        self.forward_blocks = blocks_of(
-            groups * W[0].numel(), groups, W.shape[2:].numel(), max_dim=max_dim, channels=channels
-        )
-        self.backward_blocks = blocks_of(len(W), groups, max_dim=max_dim)
-        self.weight_dagger = copy.deepcopy(W)
-        self.bias_dagger = copy.deepcopy(stock.bias)
-        self.register_buffer("U", _identity(W, self.forward_blocks))
-        self.register_buffer("c", W.new_zeros(self.forward_blocks.shape[:-1]))
-        self.register_buffer("R", _identity(W, self.backward_blocks) if backward else None)
+        linear = weight_matrices_of("", stock, Limits(max_dim, channels))[0]
+        self.forward_blocks = linear.inputs
+        self.backward_blocks = linear.outputs
+        self.weight_dagger = copy.deepcopy(linear.weight)
+        self.bias_dagger = copy.deepcopy(linear.bias)
+        self.U = nn.Buffer(_identity(linear.weight, linear.inputs))
+        self.c = nn.Buffer(linear.weight.new_zeros(linear.inputs.shape[:-1]))
+        self.R = nn.Buffer(_identity(linear.weight, linear.outputs)) if backward else None
 
     def to_stock(self) -> nn.Module:
         """The stock layer that computes the same function."""
         with torch.no_grad():
             W, b = self._ordinary(to_float64)
-        stock = self.stock(
-            **{option: getattr(self, option) for option in self.options},
-            bias=b is not None, device="meta", dtype=W.dtype,
-        )  # fmt: skip
+        stock = copy.deepcopy(self._stock[0])
         stock.weight = nn.Parameter(W, self.weight_dagger.requires_grad)
         if b is not None and self.bias_dagger is not None:
             stock.bias = nn.Parameter(b, self.bias_dagger.requires_grad)
         return stock.train(self.training)
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            [
-                *(f"{option}={getattr(self, option)!r}" for option in self.options),
-                f"bias={self.bias_dagger is not None}",
-                f"backward={self.R is not None}",
-            ]
-        )
+        return f"{self._stock[0].extra_repr()}, backward={self.R is not None}"
 
     def padded(self, z: Tensor) -> Tensor:
         """The layer's input after any padding other than the zeros described by `geometry`."""
-        return z
+        stock = self._stock[0]
+        if isinstance(stock, nn.Linear) or stock.padding_mode == "zeros":
+            return z
+        return F.pad(z, stock._reversed_padding_repeated_twice, mode=stock.padding_mode)
 
     @property
     def weight(self) -> Tensor:
@@ -125,7 +110,7 @@ class WhitenedLayer(nn.Module):
         W = on_inputs(cast_to(self.U).mT.matmul, cast_to(stored), self.forward_blocks)
         b = None if self.bias_dagger is None else cast_to(self.bias_dagger)
         if self.R is not None:
-            W, b = on_outputs(cast_to(self.R).mT.matmul, W, b, self.R.shape[:-1])
+            W, b = on_outputs(cast_to(self.R).mT.matmul, W, b, self.backward_blocks)
         if b is not None:
             b = (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(stored)
         layout = torch.channels_last if stored.ndim == 4 and not stored.is_contiguous() else torch.contiguous_format
@@ -139,38 +124,47 @@ class WhitenedLayer(nn.Module):
         Raises WhiteningError, with nothing changed, if the layer's outputs on `probe` would not stay the same. The
         mean None stands for 0. T: the change's multiplier, if it is known; otherwise it takes solves of size d.
         """
-        with keeping_outputs(self, probe):
-            if side.of_inputs:
-                return self.rewhiten_forward_(matrix, torch.zeros_like(self.c) if mean is None else mean, T)
-            return self.rewhiten_backward_(matrix, T)
+        if side.of_inputs:
+            return self.rewhiten_forward_(matrix, torch.zeros_like(self.c) if mean is None else mean, T, probe)
+        return self.rewhiten_backward_(matrix, T, probe)
 
-    def rewhiten_forward_(self, U: Tensor, c: Tensor, T: Multiplier | None = None) -> Change:
+    def rewhiten_forward_(
+        self, U: Tensor, c: Tensor, T: Multiplier | None = None, probe: Tensor | None = None
+    ) -> Change:
         """Takes new U and c and moves W†, b† so that the function stays the same; returns the change made.
 
-        Raises LinAlgError, with nothing changed, if U is singular.
+        Raises WhiteningError, with nothing changed, if U is singular, or if the outputs on `probe` would change.
         """
         _check_shape("U", U, self.U)
         _check_shape("c", c, self.c)
         if not self.centred and bool(c.any()):
             raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
         s = (float64_copy(self.U) @ (float64_copy(c.to(self.c)) - float64_copy(self.c)).unsqueeze(-1)).squeeze(-1)
-        return self._change_(ForwardChange(T or Quotient.of(self.U, U), s, self.forward_blocks), U=U, c=c)
+        T = T or Quotient(float64_copy(self.U), float64_copy(U.to(self.U)))  # U as this dtype rounds it
+        return self._change_(Change(T, self.forward_blocks, s), probe, U=U, c=c)
 
-    def rewhiten_backward_(self, R: Tensor, T: Multiplier | None = None) -> Change:
+    def rewhiten_backward_(self, R: Tensor, T: Multiplier | None = None, probe: Tensor | None = None) -> Change:
         """Takes a new R and moves W†, b† so that the function stays the same; returns the change made."""
         if self.R is None:
             raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
         _check_shape("R", R, self.R)
-        return self._change_(BackwardChange(T or Quotient.of(self.R, R), self.R.shape[:-1]), R=R)
+        T = T or Quotient(float64_copy(self.R), float64_copy(R.to(self.R)))
+        return self._change_(Change(T, self.backward_blocks), probe, R=R)
 
     @torch.no_grad()
-    def _change_(self, change: Change, **coordinates: Tensor) -> Change:
+    def _change_(self, change: Change, probe: Tensor | None, **coordinates: Tensor) -> Change:
         """Moves W† and b† by a change of coordinates and stores the new U, c or R that belong to it."""
         b = self.bias_dagger
-        W_new, b_new = change.velocity(float64_copy(self.weight_dagger), None if b is None else float64_copy(b))
-        for name, value in {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}.items():
-            if value is not None:
-                getattr(self, name).copy_(value)
+        try:
+            W_new, b_new = change.velocity(float64_copy(self.weight_dagger), None if b is None else float64_copy(b))
+        except LinAlgError as reason:  # U' or R' is singular once it is rounded to the layer's dtype
+            raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
+        moved = {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}
+        new = {name: value.to(getattr(self, name)) for name, value in moved.items() if value is not None}
+        if probe is not None:
+            check_outputs(self, new, probe)
+        for name, value in new.items():
+            getattr(self, name).copy_(value)
         torch.clear_autocast_cache()  # autocast may hold a low-precision copy of the old weight
         return change
 
@@ -197,7 +191,7 @@ class WhitenedLayer(nn.Module):
             }
         if "weight_dagger" in saved and "R" in saved and self.R is None:  # saved with R, loaded without
             R = saved.pop("R")
-            both = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), R.shape[:-1])
+            both = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), self.backward_blocks)
             saved |= {k: v for k, v in zip(("weight_dagger", "bias_dagger"), both, strict=True) if v is not None}
         elif "weight_dagger" in saved and self.R is not None:  # saved without R, loaded with
             saved.setdefault("R", _identity(saved["weight_dagger"], self.backward_blocks))
@@ -234,10 +228,6 @@ class WhitenedLinear(WhitenedLayer):
     True
     """
 
-    stock = nn.Linear
-    options = ("in_features", "out_features")
-    in_features: int
-
     def __init__(
         self,
         in_features: int,
@@ -252,10 +242,11 @@ class WhitenedLinear(WhitenedLayer):
         super().__init__(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), backward, max_dim)
 
     def forward(self, input: Tensor) -> Tensor:  # the name in nn.Linear, which some callers pass as a keyword
-        if input.shape[-1:] != (self.in_features,):
+        features = self.c.numel()
+        if input.shape[-1:] != (features,):
             raise ValueError(
-                f"a WhitenedLinear of {self.in_features} inputs was given a tensor of shape {tuple(input.shape)}; "
-                f"its last dimension must be {self.in_features}"
+                f"a WhitenedLinear of {features} inputs was given a tensor of shape {tuple(input.shape)}; its last "
+                f"dimension must be {features}"
             )
         z_dagger = _times_rows(self.U, input - self.c.flatten(), self.forward_blocks)
         a_dagger = F.linear(z_dagger, self.weight_dagger, self.bias_dagger)
@@ -266,10 +257,8 @@ def _times_rows(matrix: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
     """The product of a matrix, block-diagonal if it has a leading dimension, and every row of (…, d)."""
     if not blocks.lead:
         return F.linear(rows, matrix)
-    if blocks.size == 1:
-        return rows * matrix.flatten()
-    split = rows.reshape(-1, blocks.lead, blocks.size).transpose(0, 1)
-    return (split @ matrix.mT).transpose(0, 1).reshape(rows.shape)
+    split = rows.reshape(*rows.shape[:-1], blocks.lead, blocks.size)
+    return torch.einsum("...ni,nji->...nj", split, matrix).flatten(-2)
 
 
 class WhitenedConv2d(WhitenedLayer):
@@ -286,17 +275,6 @@ class WhitenedConv2d(WhitenedLayer):
     (torch.Size([2, 18, 18]), torch.Size([2, 3, 3]))
     """
 
-    stock = nn.Conv2d
-    options = (
-        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
-    )  # fmt: skip
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    padding_mode: PaddingMode
-
     def __init__(
         self,
         in_channels: int,
@@ -307,7 +285,7 @@ class WhitenedConv2d(WhitenedLayer):
         dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
         backward: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -323,12 +301,6 @@ class WhitenedConv2d(WhitenedLayer):
             backward, max_dim, channels,
         )  # fmt: skip
 
-    def padded(self, z: Tensor) -> Tensor:
-        if self.padding_mode == "zeros":
-            return z
-        geometry = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation)
-        return F.pad(z, [p for both in reversed(geometry.padding) for p in both], mode=self.padding_mode)
-
     def forward(self, input: Tensor) -> Tensor:
         # Whitening the weight instead of every patch is the same function with the same gradients, and far cheaper. It
         # also pads correctly: zeros put around z − c would be c put around z. Without autocast the weight is the one
@@ -337,7 +309,5 @@ class WhitenedConv2d(WhitenedLayer):
         device = input.device.type
         with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             W, b = self._ordinary(lambda tensor: tensor.to(precision))
-        return F.conv2d(
-            self.padded(input), W, b, self.stride, self.padding if self.padding_mode == "zeros" else 0, self.dilation,
-            self.groups,
-        )  # fmt: skip
+        stock = cast(nn.Conv2d, self._stock[0])
+        return cast(Tensor, stock._conv_forward(input, W, b))

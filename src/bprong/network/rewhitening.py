@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from bprong.capture.backprop import Fisher
 from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import integer, number, one_of, pair, refuse_distributed
-from bprong.likelihood.families import Likelihood, likelihood_of, nontrivial
+from bprong.checks import integer, number, one_of, pair, refuse_distributed, takes_loss
+from bprong.likelihood.families import nontrivial
+from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
 from bprong.linalg.moments import Moments
-from bprong.network.continuous import ContinuousWhitening
+from bprong.network.continuous import Track, move_, refuse_blocks, state_of, tracks_of
 from bprong.network.convert import whitened_layers
 from bprong.network.layers import WhitenedLayer
 from bprong.network.state_transport import Transports, carry_, check_state, transports_for
@@ -46,8 +47,8 @@ class Rewhitening:
 
     model, optimizer   the whitened model and a torch optimizer of its parameters (SGD with or without momentum, Adam,
                        AdamW, NAdam, RAdam, RMSprop, Adagrad; for others see `carry`)
-    likelihood         "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`; one target is one row of
-                       the output's last dimension
+    loss               the loss that you minimise, as for `bprong.BPRONG`; one target is one row of the output's last
+                       dimension. Not needed if all layers are forward-only
     fisher             the targets behind D: "sampled" from the model (default), "exact" (no sampling, but one backward
                        pass for each output of a target), or "empirical" (those of the data; then call `step(x, y)`)
     refresh            "periodic", as in the paper: an exact factorisation whenever one is due; "continuous": a relative
@@ -71,8 +72,9 @@ class Rewhitening:
     A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
     """
 
+    @takes_loss
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, likelihood: str | Likelihood = "categorical", *,
+        self, model: nn.Module, optimizer: Optimizer, loss: Declaration | None = None, *,
         fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
@@ -87,7 +89,9 @@ class Rewhitening:
         _check_parameters(self._modules, optimizer)
         _check_backward(self._modules, fisher=fisher, backward_every=backward_every, backward_offset=backward_offset,
                         backward_damping=backward_damping)  # fmt: skip
-        self._likelihood = likelihood_of(likelihood)
+        if loss is None and any(module.R is not None for module in self._modules.values()):
+            raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
+        self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
         self._transports = transports_for(optimizer, carry)
         self._carry = partial(carry_, optimizer, self._transports)
@@ -100,9 +104,11 @@ class Rewhitening:
             Layer(weight_matrix_of(name, module), solver, backward=module.R is not None)
             for name, module in self._modules.items()
         )
-        mu = _mu_of(refresh, rate, average)
-        self._continuous = None if mu is None else ContinuousWhitening(self._layers, mu, self._carry)
-        usual = 100 if mu is None else 5
+        self._mu = _mu_of(refresh, rate, average)
+        self._tracks: dict[Side, Track] = {}  # of the sides that are whitened continuously, once they have an anchor
+        if self._mu is not None:
+            refuse_blocks(self._layers)
+        usual = 100 if self._mu is None else 5
         self._schedule = Schedule(Settings.checked(
             forward=(usual if forward_every is None else forward_every, forward_offset),
             backward=(usual if backward_every is None else backward_every, backward_offset),
@@ -122,7 +128,7 @@ class Rewhitening:
             names = self._schedule.due
             due = {side: layer for layer in trained for side in layer.sides if side.name in names}
             moved = self._move(trained, due, x, y)
-            if self._continuous is None or len(moved) < len(due):
+            if self._mu is None or len(moved) < len(due):
                 measured = self._record(trained, *(self._samples or (x, y)))
                 updated = update(self._layers, measured, self._schedule.settings.average)
                 for side in [side for side in due if side not in updated]:
@@ -137,16 +143,18 @@ class Rewhitening:
         return refreshed
 
     def _move(self, trained: list[Layer], due: Mapping[Side, Layer], x: Any, y: Tensor | None) -> set[Side]:
-        """Moves sides by a relative step, if whitening is continuous; returns those that were moved."""
-        continuous = self._continuous
-        if continuous is None or x is None or not due.keys() & continuous.tracks.keys():
+        """Moves sides by a relative step, if whitening is continuous; returns those that need no anchor."""
+        if self._mu is None or x is None or not due.keys() & self._tracks.keys():
             return set()
         measured = self._record(trained, x, y, rows=True)
         return {
             side
             for side, layer in due.items()
-            if continuous.move_(layer, side, measured[layer.name], self._damping[side.name])
-        }
+            if move_(
+                self._modules[layer.name], side, self._tracks, measured[layer.name], self._mu,
+                self._damping[side.name], self._carry,
+            )
+        }  # fmt: skip
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> dict[str, LayerMoments]:
         """Measures the layers on a batch; rows: the rows of z and δ themselves instead of their moments."""
@@ -177,34 +185,33 @@ class Rewhitening:
         root = root_of(moments.second, damping, cast(RootSolver, side.solver))
         module = self._modules[layer.name]
         self._carry(module, module.rewhiten_(side, root.matrix, moments.mean, cast(Tensor, measured[layer.name].probe)))
-        if self._continuous is not None:
-            self._continuous.anchor(side, root.second)
+        if self._mu is not None:
+            self._tracks[side] = Track()
         if not self._schedule.settings.average:
             side.moments = None  # nothing reads them again
         refreshed.append(Refresh(layer.name, side.name, root))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on: tensors and plain values only."""
-        state = {
+        return {
             "schedule": self._schedule.state_dict(),
             "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
+            "tracks": state_of(self._tracks, self._layers),
         }
-        return state if self._continuous is None else state | {"tracks": self._continuous.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
-        if not {"schedule", "layers"} <= set(state):
-            raise ValueError(f"the state of a Rewhitening has schedule and layers; this one has {sorted(state)}")
+        if not {"schedule", "layers", "tracks"} <= set(state):
+            raise ValueError(f"the state of a Rewhitening has schedule, layers and tracks; this has {sorted(state)}")
         if set(state["layers"]) != set(self._layers):
             raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self._layers)}")
         for name, layer in self._layers.items():  # check everything before changing anything
             layer.check_state(state["layers"][name])
-        tracks = {} if self._continuous is None else self._continuous.tracks_of(state.get("tracks", {}))
+        tracks = tracks_of(state["tracks"], self._layers)
         self._schedule.load_state_dict(state["schedule"])
         for name, layer in self._layers.items():
             layer.load_state_dict(state["layers"][name])
-        if self._continuous is not None:
-            self._continuous.tracks = tracks
+        self._tracks = tracks
 
 
 def _mu_of(refresh: RefreshMode, rate: float | None, average: float) -> float | None:

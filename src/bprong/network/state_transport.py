@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -70,28 +71,23 @@ def carry_(optimizer: Optimizer, transports: Transports, layer: WhitenedLayer, c
     W = layer.weight_dagger
     b = layer.bias_dagger
     states = [{} if p is None else optimizer.state.get(p, {}) for p in (W, b)]
+    # W enters the new b by s alone
+    velocity = change if change.s is None else replace(change, s=change.s * _rate_ratio(optimizer, W, b))
     for key, transport in transports.items():
-        _move(
-            change, transport, W, states[0].get(key), states[1].get(key),
-            ratio=_rate_ratio(optimizer, W, b) if transport == "velocity" else 1.0,
-        )  # fmt: skip
+        by = velocity if transport == "velocity" else change
+        _move(by, transport, W, states[0].get(key), states[1].get(key))
     _move(change, "gradient", W, W.grad, None if b is None else b.grad)
 
 
-def _move(
-    change: Change, transport: Transport, like: Tensor, W: Tensor | None, b: Tensor | None, ratio: float = 1.0
-) -> None:
-    """Moves W (None: zeros like a tensor) and b together; W is scaled by `ratio` where it enters the new b."""
+def _move(change: Change, transport: Transport, like: Tensor, W: Tensor | None, b: Tensor | None) -> None:
+    """Moves W (None: zeros like a tensor) and b together."""
     if W is None and b is None:
         return
-    move = getattr(change, transport)
     W_old = float64_copy(torch.zeros_like(like) if W is None else W)
-    b_old = None if b is None else float64_copy(b)
-    W_new, b_new = move(W_old, b_old)
-    if W is not None:
-        W.copy_(W_new)
-    if b is not None:
-        b.copy_(b_new if ratio == 1 else move(W_old * ratio, b_old)[1])  # W's own velocity does not depend on b's
+    moved = getattr(change, transport)(W_old, None if b is None else float64_copy(b))
+    for held, new in zip((W, b), moved, strict=True):
+        if held is not None:
+            held.copy_(new)
 
 
 def _rate_ratio(optimizer: Optimizer, W: Tensor, b: Tensor | None) -> float:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -19,15 +20,17 @@ from torch.optim import Optimizer
 from bprong.capture.batches import Batches
 from bprong.capture.coverage import fallback_reason
 from bprong.capture.weights import COVERED, Limits, covered_weights
-from bprong.checks import integer, number, one_of, positive, refuse_distributed
+from bprong.checks import integer, number, one_of, positive, refuse_distributed, takes_loss
 from bprong.errors import warn
-from bprong.likelihood.families import Likelihood, likelihood_of
+from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic
+from bprong.optim.declared import DeclaredLoss
 from bprong.optim.fixed_rate import FixedRate
+from bprong.optim.gradient_scale import GradientScale
 from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Gradients, Group, StepRule
@@ -45,13 +48,17 @@ class BPRONG(Optimizer):
         ΔW = −η (D+ε₂)⁻¹ (g_W − g_b cᵀ) (Ž+ε₁)⁻¹,   Δb = −η (D+ε₂)⁻¹ g_b − ΔW c
 
     for every linear layer, convolution, attention projection, embedding and recurrent cell, which is SGD in the
-    coordinates of Fujimoto & Ohira's Algorithm 2. Other parameters, and tied ones, follow Adam's rule at a tenth of lr.
+    coordinates of Fujimoto & Ohira's Algorithm 2. Other parameters, and tied ones, follow Adam's rule.
     Use `bprong.coverage(model)` to preview how each parameter is handled and `report()` to inspect it during training.
 
     model             the module that is called in training; its batches are kept until the step
-    lr                as for SGD; "auto": no learning rate. The step then minimises a quadratic model of the loss, and
-                      the group's lr, which is 1, multiplies it
-    likelihood        "categorical", "bernoulli", "gaussian" or your own `bprong.Likelihood`
+    loss              the loss that you minimise: a torch loss module or function (nn.CrossEntropyLoss(…), nn.NLLLoss,
+                      nn.BCEWithLogitsLoss, nn.MSELoss; F.cross_entropy, …), its name ("cross_entropy", "nll",
+                      "bce_with_logits", "mse"), or a `bprong.Likelihood` of your own. A module is best: its calls show
+                      the targets. "categorical", "bernoulli" and "gaussian" stand for the mean of −log p over targets
+    lr                "auto": no learning rate; the step minimises a quadratic model of the loss (docs/auto.md), and the
+                      group's lr, which is 1, multiplies it. A number: the paper's step at this learning rate, with the
+                      gradient of your loss as it is, as for SGD
     params            parameters or parameter groups; by default all trainable parameters of the model
     momentum, nesterov
                       as for SGD; momentum is a velocity in ordinary coordinates
@@ -67,23 +74,35 @@ class BPRONG(Optimizer):
     max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
     options           a `bprong.optim.Options` or a mapping with its fields
 
+    Classification. The model returns logits:
+
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> optimizer = BPRONG(model, lr=0.1)
+    >>> criterion = nn.CrossEntropyLoss()
+    >>> optimizer = BPRONG(model, criterion)
     >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
     >>> for _ in range(3):
     ...     optimizer.zero_grad()
-    ...     nn.functional.cross_entropy(model(x), y).backward()
+    ...     criterion(model(x), y).backward()
     ...     optimizer.step()
+
+    Regression, at a fixed learning rate:
+
+    >>> optimizer = BPRONG(model, nn.MSELoss(), lr=0.01)
+
+    Several labels for each example, of which rare ones count more. The model returns one logit for each label:
+
+    >>> optimizer = BPRONG(model, nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 5.0, 20.0])))
     """
 
     _whitens_backward = True
     _default_damping: Mapping[SideName, float] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
 
+    @takes_loss
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Literal["auto"] = 0.01,
-        likelihood: str | Likelihood = "categorical",
+        loss: Declaration | None = None,
+        lr: float | Literal["auto"] = "auto",
         *,
         params: Iterable[Tensor] | Iterable[Group] | None = None,
         momentum: float = 0.0,
@@ -103,7 +122,9 @@ class BPRONG(Optimizer):
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
         one_of("solver", solver, get_args(Solver))
         self._options = Options.of(options)
-        self._likelihood = likelihood_of(likelihood)
+        if loss is None and (self._whitens_backward or lr == "auto"):
+            raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
+        self._loss = DeclaredLoss(declared_loss(loss))
         given = (forward_damping, backward_damping)
         defaults_and_given = zip(self._default_damping.items(), given, strict=True)
         damping = {name: Damping.of(default if own is None else own) for (name, default), own in defaults_and_given}
@@ -115,41 +136,39 @@ class BPRONG(Optimizer):
         }  # fmt: skip
         max_step = None if max_step is None else positive("max_step", max_step)
         automatic = lr == "auto"
-        self._batches = Batches(model, self._likelihood, automatic or self._options.fisher == "empirical")
+        self._batches = Batches(model, self._loss.loss)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._rule: StepRule = FixedRate(damping, max_step, self._options.fallback)
         if automatic:
             chosen = given != (None, None)
-            self._rule = Automatic(
-                self._model, self._batches, self._likelihood, self._options, damping, chosen, max_step
-            )
+            likelihood = self._loss.loss.likelihood
+            self._rule = Automatic(self._model, likelihood, self._options, damping, chosen, max_step)
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every, overhead)
         self._refused = 0
         self._started: float | None = None
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
-        self._rule.attach(self._parameters)
+        self._gradient_scale = GradientScale(self._parameters)
         self._attend()
 
     def _check_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             name = type(self).__name__
             raise TypeError(
-                f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, ...), not "
+                f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
                 f"{name}(model.parameters(), ...). Use params= to select parameters"
             )
         refuse_distributed(model)
 
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None, overhead: float | None) -> Whitening:
-        rule = self._rule
-        settings = self._options.settings(every, overhead, self._whitens_backward, rule.early_steps)
+        settings = self._options.settings(every, overhead, self._whitens_backward, self._rule.early_steps)
         layers = Layers(
-            Layer(linear, solver, backward=self._whitens_backward, exact_first=rule.exact_refreshes)
+            Layer(linear, solver, backward=self._whitens_backward)
             for linear in covered_weights(self._model, Limits(max_dim, self._options.channels))
         )
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._batches, self._likelihood, layers, schedule, self._options.examples)
+        return Whitening(self._model, self._loss.loss.likelihood, layers, schedule, self._options.examples)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -165,7 +184,11 @@ class BPRONG(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = self._gradients()
-        if not self._acceptable(gradients) or (self._rule.undoes and self._rule.undo_if_blown_up_(gradients)):
+        if not self._acceptable(gradients):
+            self._forget()
+            return loss
+        gradients = self._with_batches(gradients)
+        if self._rule.undoes and self._rule.undo_if_blown_up_(gradients):
             self._forget()
             return loss
         start = time.perf_counter()
@@ -173,7 +196,10 @@ class BPRONG(Optimizer):
         whitening = self._whitening
         with _without_autocast(next(iter(gradients.values)).device.type):
             if self._due or self._waiting:
-                whitening.refresh(self._trained, self._due, self._rule.first_measured, self._rule.damping, self._take)
+                rule = self._rule
+                whitening.refresh(
+                    gradients.batches, self._trained, self._due, rule.first_measured, rule.damping, self._take
+                )
                 start = time.perf_counter()
             self._rule.step_(gradients, whitening.layers)
         whitening.seconds["step"] += time.perf_counter() - start
@@ -187,6 +213,28 @@ class BPRONG(Optimizer):
         schedule = self._whitening.schedule
         values = {p: p.grad for p in groups if p.grad is not None}
         return Gradients(values, groups, self.state, schedule.t, schedule.seed, self._due)
+
+    def _with_batches(self, gradients: Gradients) -> Gradients:
+        """The gradients with the batches behind them, if these are kept for this step."""
+        if not self._batches.listener.wanted:
+            return gradients
+        factor = self._gradient_scale.factor()
+        batches = self._loss.read(self._batches.seen(), factor or 1.0)
+        if not batches and (self._rule.keeps_every_batch or (self._due and not self._whitening.recorded)):
+            raise RuntimeError(self._not_called())
+        return replace(gradients, factor=factor, batches=batches)
+
+    def _not_called(self) -> str:
+        children = self._model.named_children()
+        trained = [name for name, child in children if any(p.grad is not None for p in child.parameters())]
+        mode = "" if self._model.training else " (it is in eval mode)"
+        called = f" If your training step calls its {trained[0]!r} instead, give that." if len(trained) == 1 else ""
+        return (
+            f"there is no batch to measure: the model given to the optimizer, a {type(self._model).__name__}, was not "
+            f"called in training mode{mode} with gradients since the last step.{called} Give the module that you "
+            f"call (the compiled one, if it is compiled), or use optimizer.observe(x, y); at a fixed lr "
+            f"optimizer.recording() does as well"
+        )
 
     def _acceptable(self, gradients: Gradients) -> bool:
         values = list(gradients.values.values())
@@ -274,6 +322,11 @@ class BPRONG(Optimizer):
 
     # The contract of torch.optim --------------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for every optimizer; batches whose gradients are thrown away by it are not measured."""
+        super().zero_grad(set_to_none)
+        self._batches.forget_reached()
+
     def add_param_group(self, param_group: Group) -> None:
         """As for every optimizer; its numbers are checked."""
         group = self.defaults | dict(param_group)
@@ -332,7 +385,8 @@ class BPRONG(Optimizer):
 _OWN = (
     "_batches",
     "_due",
-    "_likelihood",
+    "_gradient_scale",
+    "_loss",
     "_model",
     "_options",
     "_refused",
@@ -345,18 +399,19 @@ _OWN = (
 class PRONG(BPRONG):
     """Natural-gradient descent by forward whitening alone (Desjardins et al., 2015; Fujimoto & Ohira's Algorithm 1).
 
-    It measures no errors, so that at a fixed lr the likelihood is not used (lr="auto" still uses it). It tolerates, and
-    benefits from, less damping than BPRONG. The arguments are BPRONG's, but for `backward_damping`.
+    It measures no errors, so that it needs no loss at a fixed lr. It tolerates, and benefits from, less damping than
+    BPRONG. The arguments are BPRONG's, but for `backward_damping`.
     """
 
     _whitens_backward = False
     _default_damping: Mapping[SideName, float] = {"forward": 0.01, "backward": 0.015}
 
+    @takes_loss
     def __init__(
         self,
         model: nn.Module,
+        loss: Declaration | None = None,
         lr: float | Literal["auto"] = 0.01,
-        likelihood: str | Likelihood = "categorical",
         *,
         params: Iterable[Tensor] | Iterable[Group] | None = None,
         momentum: float = 0.0,
@@ -371,7 +426,7 @@ class PRONG(BPRONG):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            model, lr, likelihood, params=params, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
+            model, loss, lr, params=params, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
             forward_damping=forward_damping, every=every, overhead=overhead, max_step=max_step, solver=solver,
             max_dim=max_dim, options=options,
         )  # fmt: skip

@@ -7,12 +7,13 @@ that does knows which rule there is. A new rule is one file with a subclass of `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from bprong.capture.batches import Batch
 from bprong.capture.measure import LayerMoments
 from bprong.linalg.damped_inverse import Damping
 from bprong.whitening.layers import Layer, Layers
@@ -32,6 +33,8 @@ class Gradients:
     t:        the number of steps made before
     seed:     for random numbers of this step
     noted:    whether lengths of steps are noted for the report, which would cost too much at every step
+    batches:  those behind the gradients, with their targets, if the rule keeps every batch or statistics are due
+    factor:   what gradients were multiplied by since the backward pass; None: they differ in it
     """
 
     values: dict[Tensor, Tensor]
@@ -40,27 +43,24 @@ class Gradients:
     t: int
     seed: int
     noted: bool
+    batches: Sequence[Batch] = ()
+    factor: float | None = 1.0
 
 
 class StepRule(ABC):
     """Turns the gradients of a step into a change of the parameters.
 
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
-    exact_refreshes:    refreshes before low-rank factors are tried
     keeps_every_batch:  whether the rule reads the batches of every step, not only of those with a refresh
     undoes:             whether the rule can undo its last update
     """
 
     early_steps: tuple[int, ...] = ()
-    exact_refreshes: int = 0
     keeps_every_batch: bool = False
     undoes: bool = False
 
-    def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it, as without the next two
+    def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it, as without `first_measured`
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
-
-    def attach(self, parameters: list[Tensor]) -> None:  # noqa: B027
-        """Called once, with the parameters of the optimizer."""
 
     @abstractmethod
     def step_(self, gradients: Gradients, layers: Layers) -> None:

@@ -7,9 +7,10 @@ This is SGD in whitened coordinates, written in ordinary ones: it needs the fact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from bprong.errors import WhiteningError, warn
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, RootSolver, inverses_of_equals
 from bprong.linalg.factors import Dense, Factor, shape_of_state
-from bprong.linalg.moments import Moments, feature_means
-from bprong.whitening.side import Backoff, Side, Solver
+from bprong.linalg.moments import Moments, add_outer, feature_means
+from bprong.whitening.side import Side, Solver
 
+Item = TypeVar("Item")
 WeightAndBias = tuple[Tensor | None, Tensor | None]  # of W and of b: their gradients, or these preconditioned
 
 GROUPED_UP_TO = 96  # features: a wider product uses the cores by itself, and grouping it would only copy gradients
@@ -35,7 +37,6 @@ class Layer:
     linear:     the weight as a matrix that acts on rows
     sides:      the sides that are whitened: both, or the forward one alone (PRONG)
     c:          (in,) E[z], or (groups, in); None if nothing is centred
-    q:          (UᵀU) c
     step_norm:  the length of the weight's step at the last refresh
     """
 
@@ -45,18 +46,15 @@ class Layer:
         solver: Solver | RootSolver = "exact",
         *,
         backward: bool = True,
-        exact_first: int = 0,
     ) -> None:
-        """exact_first: refreshes before low rank is tried; early ones follow each other too soon for it to pay."""
         self.linear = linear
         self.name = linear.name
         self.weight = linear.weight
         self.bias = linear.bias
-        self.forward = Side("forward", linear.inputs, solver, Backoff(exact_first))
-        self.backward = Side("backward", linear.outputs, solver, Backoff(exact_first))
+        self.forward = Side("forward", linear.inputs, solver)
+        self.backward = Side("backward", linear.outputs, solver)
         self.sides = (self.forward, self.backward) if backward else (self.forward,)
         self.c: Tensor | None = None
-        self.q: Tensor | None = None
         self.step_norm: float | None = None
         self._warned = False
 
@@ -82,12 +80,7 @@ class Layer:
             return
         relative = damping.relative_to == "variance" and moments.scatter.ndim == 2
         side.damping_units = moments.variances.to(self.like) if relative else None
-        self._centre(None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like))
-
-    def _centre(self, c: Tensor | None) -> None:
-        self.c = c
-        factor = self.forward.factor
-        self.q = None if c is None or factor is None else factor.right(c.unsqueeze(-2)).squeeze(-2)
+        self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
 
     def failed(self, side: Side, reason: WhiteningError) -> None:
         """Warns; raises when the side has failed PATIENCE times in a row."""
@@ -106,18 +99,24 @@ class Layer:
     # Gradients → directions → steps -----------------------------------------------------------------------------------
 
     def gradients(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
-        """The gradients of W, as a matrix, and of b, as a vector; None for a parameter that has none."""
+        """The gradients of W, as a matrix, and of b, as a vector; None for a parameter that has none.
+
+        In half precision they are converted to the factors' float32.
+        """
         g_W = gradients.get(self.weight)
         g_b = None if self.bias is None else gradients.get(self.bias)
         linear = self.linear
-        return None if g_W is None else linear.matrix(linear.own(g_W)), None if g_b is None else linear.vector(g_b)
+        return (
+            None if g_W is None else _at_least_float32(linear.matrix(linear.own(g_W))),
+            None if g_b is None else _at_least_float32(linear.vector(g_b)),
+        )
 
     def direction(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
-        return precondition(self.backward.factor, self.forward.factor, self.q, *self.gradients(gradients))
+        return precondition(self.backward.factor, self.forward.factor, self.c, *self.gradients(gradients))
 
     def centred(self, g_W: Tensor, g_b: Tensor | None) -> Tensor:
         """g_W − g_b cᵀ = E[δ (z−c)ᵀ]."""
-        return g_W if g_b is None or self.c is None else _minus_outer_(g_W.clone(), g_b, self.c)
+        return g_W if g_b is None or self.c is None else add_outer(g_W, g_b, self.c, -1)
 
     def write_step(self, d_W: Tensor | None, d_b: Tensor | None, steps: dict[Tensor, Tensor]) -> None:
         """Writes the step that a direction stands for, −d_W and −(d_b − d_W c), into the steps of the parameters."""
@@ -163,37 +162,32 @@ class Layer:
         like = self.like
         for side in self.sides:
             side.load_state_dict(state[side.name], like)
-        self._centre(None if state["c"] is None else state["c"].to(like))
+        self.c = None if state["c"] is None else state["c"].to(like)
 
 
 def precondition(
-    left: Factor | None, right: Factor | None, q: Tensor | None, g_W: Tensor | None, g_b: Tensor | None
+    left: Factor | None, right: Factor | None, c: Tensor | None, g_W: Tensor | None, g_b: Tensor | None
 ) -> WeightAndBias:
     """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
 
-    left: RᵀR; right: UᵀU; q: (UᵀU) c; None: the identity, or nothing centred
+    left: RᵀR; right: UᵀU; None: the identity, or nothing centred
 
     The bias moves by the second minus the first times c. They are kept apart because weight and bias may have learning
-    rates of their own. Gradients in half precision are converted to the factors' float32.
+    rates of their own.
     """
-    factor = left if right is None else right
-    if factor is not None:
-        g_W = g_W if g_W is None or g_W.dtype == factor.dtype else g_W.to(factor.dtype)
-        g_b = g_b if g_b is None or g_b.dtype == factor.dtype else g_b.to(factor.dtype)
     if left is not None:
         g_W = g_W if g_W is None else left.left(g_W)
         g_b = g_b if g_b is None else left.left(g_b)
     if g_W is None or right is None:
         return g_W, g_b
-    g_W = right.right(g_W, overwrite=left is not None)  # which the user's own gradient must not be
-    return g_W if g_b is None or q is None else _minus_outer_(g_W, g_b, q), g_b
+    mine = None if left is None else g_W  # what may be overwritten: not the user's own gradient
+    if g_b is not None and c is not None:
+        g_W = add_outer(g_W, g_b, c, -1, out=mine)
+    return right.right(g_W, overwrite=mine is not None), g_b
 
 
-def _minus_outer_(M: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """M − abᵀ in place, for each group if there are several."""
-    if M.ndim == 2:
-        return M.addr_(a, b, alpha=-1)
-    return M.baddbmm_(a.unsqueeze(-1), b.unsqueeze(-2), alpha=-1)
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype.itemsize >= torch.float32.itemsize else values.float()
 
 
 class Layers(dict[str, Layer]):
@@ -205,7 +199,7 @@ class Layers(dict[str, Layer]):
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
-        self._groups: list[_Group] | None = None
+        self._groups: list[tuple[list[Layer], Callable[..., WeightAndBias]]] | None = None
 
     @property
     def parameters(self) -> set[Tensor]:
@@ -218,82 +212,84 @@ class Layers(dict[str, Layer]):
     def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of every layer."""
         if self._groups is None:
-            self._groups = [_Group(layers) for layers in self._equal()]
+            shapes = {layer: shape for layer in self.values() if (shape := _shape_of_small(layer)) is not None}
+            self._groups = [(layers, _precondition_of(layers)) for layers in _equal(shapes)]
         found: dict[Layer, WeightAndBias] = {}
-        for group in self._groups:
-            if group.single is None:
-                found.update(group.directions(gradients))
-            else:
-                found[group.single] = group.single.direction(gradients)
-        return found
+        for layers, together in self._groups:
+            found |= _directions_of(layers, together, gradients)
+        return {layer: found.get(layer) or layer.direction(gradients) for layer in self.values()}
 
     def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
         """The exact factors of those of the sides that can be factored with others of the same shape."""
+        shapes = {
+            side: (side.blocks, layer.weight.dtype, layer.weight.device)
+            for side, (layer, _, damping) in sides.items()
+            if _is_small(side) and damping.relative_to != "variance"
+        }
         found: dict[Side, Factor] = {}
-        equal: dict[Any, list[Side]] = {}
-        for side, (layer, _, damping) in sides.items():
-            if _is_small(side) and damping.relative_to != "variance":
-                like = layer.like
-                equal.setdefault((side.blocks, like.dtype, like.device), []).append(side)
-        for several in [several for several in equal.values() if len(several) > 1]:
-            like = sides[several[0]][0].like
-            dampings = [sides[side][2] for side in several]
-            inverses = inverses_of_equals([sides[side][1].second for side in several], dampings, like.dtype)
+        for several in _equal(shapes):
+            layers, moments, dampings = zip(*(sides[side] for side in several), strict=True)
+            like = layers[0].like
+            inverses = inverses_of_equals([own.second for own in moments], dampings, like.dtype)
             for side, inverse in zip(several, inverses, strict=False):  # none if they could not be factored together
                 found[side] = Dense(inverse.to(like), side.blocks)
         return found
 
-    def _equal(self) -> list[list[Layer]]:
-        """The layers, those that can share their products in one list."""
-        equal: dict[Any, list[Layer]] = {}
-        for layer in self.values():
-            own: Any = layer
-            both = (layer.forward, layer.backward)
-            if layer.weight.ndim == 2 and not layer.linear.one_hot and all(map(_is_small, both)):
-                factors = tuple(side.factor is None for side in both)
-                shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
-                own = (shape, factors, layer.q is None)
-            equal.setdefault(own, []).append(layer)
-        return list(equal.values())
-
     def __getstate__(self) -> dict[str, Any]:
         return {"_groups": None}
+
+
+def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:
+    """The items of equal shape, where there are several."""
+    equal: dict[object, list[Item]] = {}
+    for item, shape in shapes.items():
+        equal.setdefault(shape, []).append(item)
+    return [items for items in equal.values() if len(items) > 1]
 
 
 def _is_small(side: Side) -> bool:
     return not side.blocks.lead and side.blocks.size <= GROUPED_UP_TO and side.solver in ("auto", "exact")
 
 
-class _Group:
-    """Layers of one shape whose directions are computed by one product, or a single layer of any shape."""
+def _shape_of_small(layer: Layer) -> object:
+    """What layers have in common that can share their products; None for a layer that cannot share them."""
+    both = (layer.forward, layer.backward)
+    if layer.weight.ndim != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
+        return None
+    shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
+    return shape, tuple(side.factor is None for side in both), layer.c is None
 
-    def __init__(self, layers: list[Layer]) -> None:
-        self.single = layers[0] if len(layers) == 1 else None
-        self._layers = layers
-        if self.single is None:
-            self._left = self._stacked([layer.backward for layer in layers])
-            self._right = self._stacked([layer.forward for layer in layers])
-            centres = [layer.q for layer in layers if layer.q is not None]
-            self._q = torch.stack(centres) if centres else None
 
-    @staticmethod
-    def _stacked(sides: list[Side]) -> Factor | None:
-        """The factors as one of several groups; the sides' own become slices of it, so that they are kept once."""
-        inverses = [cast(Dense, side.factor).inverse for side in sides if side.factor is not None]
-        if not inverses:
-            return None
-        stacked = torch.stack(inverses)
-        for side, inverse in zip(sides, stacked, strict=True):
-            side.factor = Dense(inverse, side.blocks)
-        return Dense(stacked, Blocks(sides[0].blocks.size, groups=len(sides)))
+def _precondition_of(layers: Sequence[Layer]) -> Callable[..., WeightAndBias]:
+    """`precondition` for layers of one shape together, as for one layer of several groups."""
+    left = _shared([layer.backward for layer in layers])
+    right = _shared([layer.forward for layer in layers])
+    return partial(precondition, left, right, _stacked([layer.c for layer in layers]))
 
-    def directions(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[tuple[Layer, WeightAndBias]]:
-        own = [layer.gradients(gradients) for layer in self._layers]
-        weights = [g_W for g_W, _ in own if g_W is not None]
-        biases = [g_b for _, g_b in own if g_b is not None]
-        if len(weights) < len(own) or len(biases) not in (0, len(own)):
-            return ((layer, layer.direction(gradients)) for layer in self._layers)
-        g_b = torch.stack(biases) if biases else None
-        d_W, d_b = precondition(self._left, self._right, self._q, torch.stack(weights), g_b)
-        d_bs = repeat(None) if d_b is None else d_b
-        return zip(self._layers, zip(cast(Tensor, d_W), d_bs, strict=False), strict=True)
+
+def _directions_of(
+    layers: Sequence[Layer], together: Callable[..., WeightAndBias], gradients: Mapping[Tensor, Tensor]
+) -> dict[Layer, WeightAndBias]:
+    """The preconditioned gradients of layers of one shape; none if some of these have no gradient."""
+    weights, biases = zip(*(layer.gradients(gradients) for layer in layers), strict=True)
+    if any(len({g is None for g in kind}) > 1 for kind in (weights, biases)):
+        return {}
+    found = together(_stacked(weights), _stacked(biases))
+    d_W, d_b = (repeat(None, len(layers)) if d is None else d for d in found)
+    return dict(zip(layers, zip(d_W, d_b, strict=True), strict=True))
+
+
+def _shared(sides: Sequence[Side]) -> Factor | None:
+    """The factors as one of several groups; the sides' own become slices of it, so that they are kept once."""
+    stacked = _stacked([cast(Dense, side.factor).inverse for side in sides if side.factor is not None])
+    if stacked is None:
+        return None
+    for side, inverse in zip(sides, stacked, strict=True):
+        side.factor = Dense(inverse, side.blocks)
+    return Dense(stacked, Blocks(sides[0].blocks.size, groups=len(sides)))
+
+
+def _stacked(tensors: Iterable[Tensor | None]) -> Tensor | None:
+    """The tensors as one, without those that are None; None if there is no other."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(found) if found else None

@@ -7,14 +7,14 @@ coordinates, the optimizer puts a new factor into force. `Whitening` runs the lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.batches import Batch, Batches, without_listening
+from bprong.capture.batches import Batch, Subset, copied, examples, without_listening
 from bprong.capture.calls import recorded_calls
 from bprong.capture.measure import (
     LayerMoments,
@@ -90,7 +90,6 @@ class Whitening:
     def __init__(
         self,
         model: nn.Module,
-        batches: Batches,
         likelihood: Likelihood,
         layers: Layers,
         schedule: Schedule,
@@ -105,12 +104,12 @@ class Whitening:
         self.recorded: list[dict[str, LayerMoments]] = []
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
         self._model = model
-        self._batches = batches
         self._likelihood = likelihood
         self._examples = examples
 
     def refresh(
         self,
+        batches: Sequence[Batch],
         trained: Collection[Tensor],
         due: bool,
         first_measured: Callable[[Mapping[str, LayerMoments]], None],
@@ -119,13 +118,14 @@ class Whitening:
     ) -> None:
         """Measures and refreshes the layers with trained parameters; an error changes nothing.
 
+        batches:         those since the last step
         due:             whether the schedule asks for it; if not, only layers are refreshed that are used for the first
                          time, which would otherwise follow their plain gradient until the next refresh
         first_measured:  receives the moments of layers that were measured for the first time
         """
         fresh = all(side.refreshed_at is None for layer in self.layers.values() for side in layer.sides)
         centred = self._centred(trained)
-        newly_used = [] if fresh else [name for name in self._newly_used() if name in centred]
+        newly_used = [] if fresh else [name for name in self._newly_used(batches) if name in centred]
         if not due:
             centred = {name: centred[name] for name in newly_used}
         if not centred:
@@ -133,7 +133,7 @@ class Whitening:
         new = set(centred) if fresh else self.idle & centred.keys()
         with self.schedule.unscheduled(bool(newly_used)):
             with self._timed("statistics"):
-                measured = self._checked(self._measure(centred, verify=fresh or bool(newly_used)), new)
+                measured = self._checked(self._measure(batches, centred, verify=fresh or bool(newly_used)), new)
                 updated = update(self.layers, measured, self.schedule.settings.average)
                 unmeasured = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
                 self.idle |= unmeasured - centred.keys()  # frozen ones, which may be trained later
@@ -146,10 +146,10 @@ class Whitening:
             seen = [self.layers[name] for name, found in measured.items() if found.z is not None]
             self.schedule.every = period_for(seen, overhead)
 
-    def _newly_used(self) -> list[str]:
+    def _newly_used(self, batches: Sequence[Batch]) -> list[str]:
         """The layers that no refresh has reached and that have a gradient now, of a batch that was seen."""
         found = with_gradient(layer.linear for layer in self.layers.values() if layer.name in self.idle)
-        return found if found and (self._batches.observed or self.recorded or self._batches.calls()) else []
+        return found if found and (batches or self.recorded) else []
 
     def _centred(self, trained: Collection[Tensor]) -> dict[str, bool]:
         """The layers with trained parameters, and whether their inputs are centred.
@@ -161,31 +161,32 @@ class Whitening:
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
-    def _measure(self, centred: Centred, verify: bool) -> dict[str, LayerMoments]:
-        """The moments of these layers over all batches since the last step.
+    def _measure(self, batches: Sequence[Batch], centred: Centred, verify: bool) -> dict[str, LayerMoments]:
+        """The moments of these layers over all batches since the last step in which a target counts.
 
         verify: find out whether every use of their weights is recorded
         """
-        empirical = self.schedule.settings.fisher == "empirical"
+        masks = [batch.counted(self._likelihood) for batch in batches]
+        chosen = [i for i, mask in enumerate(masks) if mask is None or mask.any()] or range(len(batches))
+        masked = any(nontrivial(masks[i]) is not None for i in chosen)
         found = self.recorded or [
-            self._measure_batch(i, batch, centred, verify and i == 0)
-            for i, batch in enumerate(self._batches.to_measure(empirical, self.schedule.two_sided))
+            self._measure_batch(i, batches[i], masks[i] if masked else None, centred, verify and i == chosen[0])
+            for i in chosen
         ]
-        if not found:
-            raise RuntimeError(
-                "a refresh is due and no batch was seen since the last step: the model given to the optimizer was not "
-                "called in training mode with gradients. If you train in eval mode or call it in another way, use "
-                "optimizer.observe(x) or optimizer.recording(); if it was compiled, give the compiled model"
-            )
         return {name: merged([batch[name] for batch in found]) for name in centred}
 
-    def _measure_batch(self, index: int, batch: Batch, centred: Centred, verify: bool) -> dict[str, LayerMoments]:
+    def _measure_batch(
+        self, index: int, batch: Batch, counted: Tensor | None, centred: Centred, verify: bool
+    ) -> dict[str, LayerMoments]:
         dtype = next(iter(self.layers.values())).weight.dtype
-        batch = batch.copied(self._examples, dtype)
+        whole = examples(batch.x)
+        subset = Subset(self._examples or whole, whole)
+        y = batch.targets.y if self.schedule.settings.fisher == "empirical" and batch.targets is not None else None
+        y, counted = copied((y, counted), subset, dtype, several=True)
         with without_listening(), torch.enable_grad():
             return record(
                 self._model, {name: (self.layers[name].linear, centre) for name, centre in centred.items()},
-                batch.x, batch.y, counted=batch.counted, inferred=batch.inferred, verify=verify,
+                copied(batch.x, subset, dtype), y, counted=counted, class_dim=batch.class_dim, verify=verify,
                 seed=mixed(self.schedule.seed, index), **self._what_to_measure(),
             )  # fmt: skip
 

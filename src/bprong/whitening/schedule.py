@@ -46,8 +46,8 @@ class Settings:
     record_every:  steps between measurements without a refresh; None: there are none
     seed:          of sampled targets
     refresh:       "periodic": every side at its period; "drift": those sides that have drifted
-    overhead:      the share of run time that determines the period instead of `periods`; None: `periods` hold
     early_steps:   further steps at which everything is measured, if `overhead` determines the period
+    overhead:      the share of run time that determines the period instead of `periods`; None: `periods` hold
     """
 
     periods: Mapping[SideName, tuple[int, int]]
@@ -95,13 +95,8 @@ class Schedule:
         self._seed = settings.seed
         self._layers = layers
         self._unscheduled = False
-        used = {side.name for layer in layers.values() for side in layer.sides}
-        self.sides = tuple(name for name in SIDES if name in used)
-
-    @property
-    def two_sided(self) -> bool:
-        """Whether errors are whitened too."""
-        return len(self.sides) == len(SIDES)
+        self.sides = tuple(name for name in SIDES if any(self._all(name)))
+        self.two_sided = self.sides == SIDES  # errors are whitened too
 
     @contextmanager
     def unscheduled(self, measure: bool) -> Iterator[None]:
@@ -115,13 +110,7 @@ class Schedule:
     @property
     def due(self) -> list[SideName]:
         """The sides to refresh at this step; by drift, those that are measured in some layer."""
-        if self._all_due:
-            return list(self.sides)
-        due = [name for name in self.sides if self.t % self._period(name)[0] == self._period(name)[1]]
-        if not due:
-            return []
-        known = [side for layer in self._layers.values() for side in layer.sides if side.interval is not None]
-        return [name for name in due if not known or any(s.name == name and self._is_measured(s) for s in known)]
+        return [name for name in self.sides if self._is_due(name) and self._is_due(name, self._shortest(name))]
 
     @property
     def wanted(self) -> list[SideName]:
@@ -129,12 +118,12 @@ class Schedule:
         every = self.settings.record_every
         return list(self.sides) if every is not None and self.t % every == 0 else self.due
 
-    def measured(self, name: SideName) -> bool | set[str]:
-        """The names of the layers whose side of this name is measured at this step; True: all."""
-        if name not in self.wanted or self.settings.refresh == "periodic":
-            return name in self.wanted
-        sides = ((layer.name, side) for layer in self._layers.values() for side in layer.sides)
-        return {layer for layer, side in sides if side.name == name and self._is_measured(side)}
+    def measured(self, name: SideName) -> set[str]:
+        """The names of the layers whose side of this name is measured at this step."""
+        if name not in self.wanted:
+            return set()
+        periodic = self.settings.refresh == "periodic"
+        return {layer.name for layer, side in self._all(name) if periodic or self._is_due(name, side.interval or 1)}
 
     def has_drifted(self, side: Side, moments: Moments, damping: Damping) -> bool:
         """Whether the factor of a side is out of date.
@@ -152,8 +141,18 @@ class Schedule:
         """The seed of the targets sampled at this step."""
         return mixed(self._seed, self.t)
 
-    def _period(self, name: SideName) -> tuple[int, int]:
-        return self.settings.periods[name] if self.every is None else (self.every, 0)
+    def _all(self, name: SideName) -> Iterator[tuple[Layer, Side]]:
+        """The sides of this name, each with its layer."""
+        return ((layer, side) for layer in self._layers.values() for side in layer.sides if side.name == name)
+
+    def _shortest(self, name: SideName) -> int:
+        """The shortest interval of the sides of this name, of which the others are multiples; 1 if none has one."""
+        return min((side.interval for _, side in self._all(name) if side.interval is not None), default=1)
+
+    def _is_due(self, name: SideName, interval: int = 1) -> bool:
+        """Whether a side of this name is due that is measured once in so many periods."""
+        every, offset = self.settings.periods[name] if self.every is None else (self.every, 0)
+        return self._all_due or (self.t - offset) % (every * interval) == 0
 
     @property
     def _all_due(self) -> bool:
@@ -162,11 +161,6 @@ class Schedule:
             return self._unscheduled
         early = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}
         return self.t == 0 or self.t in early.union(self.settings.early_steps)
-
-    def _is_measured(self, side: Side) -> bool:
-        """Whether this side of a layer is measured, given that sides of its name are due."""
-        every, offset = self._period(side.name)
-        return self._all_due or (self.t - offset) % (every * (side.interval or 1)) == 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"t": self.t, "seed": self._seed, "every": self.every}
@@ -204,9 +198,7 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
         training += STEP_CALLS + 6 * rows * weights + weights * applied
         refreshing += MEASURING_CALLS + 4 * rows * weights + DOUBLE_PRECISION * rows * cost["per_row"]
         refreshing += len(layer.sides) * FACTORING_CALLS + FACTORISATION * cost["refresh"]
-    if not training:
-        return SHORTEST_PERIOD
-    return max(SHORTEST_PERIOD, math.ceil(refreshing * (1 - overhead) / (overhead * training)))
+    return max(SHORTEST_PERIOD, math.ceil(refreshing * (1 - overhead) / (overhead * max(training, 1.0))))
 
 
 def mixed(seed: int, t: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, RootSolver
-from bprong.linalg.factors import Factor, distance_from_white, exact_factor, factor_of_state, low_rank
+from bprong.linalg.factors import Factor, LowRank, distance_from_white, exact_factor, factor_of_state, low_rank
 from bprong.linalg.moments import Moments, float64_device
 
 SideName = Literal["forward", "backward"]
@@ -90,7 +90,7 @@ class Side:
             if keep and self.moments is not None and (self.moments.mean is None) == (new.mean is None):
                 new = self.moments.average(new, keep)
             self.moments = new
-            self.mean_eigenvalue = float(new.scatter.diagonal(dim1=-2, dim2=-1).mean()) / new.weight
+            self.mean_eigenvalue = float(new.variances.mean())
         self.observations = new.weight
         return new
 
@@ -117,13 +117,10 @@ class Side:
 
     def _low_rank(self, moments: Moments, damping: Damping, like: Tensor) -> Factor | None:
         epsilon = float(damping.amounts(moments.variances)[0])
-        automatic = self.solver == "auto"
-        most = int(LOW_RANK_SHARE * self.blocks.size) if automatic else self.blocks.size - 1
-        second = moments.scatter.to(like, copy=True).div_(moments.weight)
-        start = None if self.factor is None else self.factor.directions
-        found = low_rank(second, epsilon, LOW_RANK_ERROR, most, start)
-        if automatic:
-            self.backoff.record(found is not None)
+        most = int(LOW_RANK_SHARE * self.blocks.size) if self.solver == "auto" else self.blocks.size - 1
+        start = self.factor.B if isinstance(self.factor, LowRank) else None
+        found = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, most, start)
+        self.backoff.record(found is not None)
         return found
 
     def state_dict(self) -> dict[str, Any]:

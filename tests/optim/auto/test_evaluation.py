@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +13,12 @@ from torch import nn
 import bprong
 from automatic import auto
 from bprong import WhiteningWarning
-from bprong.capture.batches import OutputGradient, Subset, running_loss
-from bprong.likelihood.families import Categorical, Gaussian
-from bprong.likelihood.loss import loss_behind
-from bprong.likelihood.loss_scale import ScaleEstimate
+from bprong.capture.batches import Batch, OutputGradient, Subset
+from bprong.likelihood.loss import declared_loss
 from bprong.optim.auto import evaluation
-from bprong.optim.auto.evaluation import StepBatch
-from helpers import assert_close, assert_unchanged, mlp, snapshot
+from bprong.optim.auto.evaluation import evaluate
+from bprong.optim.auto.settings import SETTINGS
+from helpers import assert_unchanged, mlp, snapshot
 from training import EXACT, assert_same_path, batches
 
 
@@ -125,7 +126,7 @@ def test_statistics_of_some_examples_are_those_of_an_evenly_spread_subset(flatte
         torch.manual_seed(1)
         model = mlp(5, 4, 3)
         model = nn.Sequential(*model, nn.Flatten(0, 1)) if flatten else model
-        optimizer = bprong.BPRONG(model, lr=0.1, options=EXACT | {"examples": examples})
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT | {"examples": examples})
         y[0] = -100
         ends.append(run(model, optimizer, [(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))] * 3))
     assert_same_path(ends[1], ends[0], 1e-8)
@@ -240,7 +241,7 @@ def test_a_batch_that_cannot_be_divided_is_evaluated_whole_with_one_warning(made
         model, optimizer = undivided(made, 6)
     assert len(warned) == 1
     assert optimizer._rule.rule.forward_mode
-    monkeypatch.setattr(evaluation, "ENOUGH_EXAMPLES", 1000)
+    monkeypatch.setattr(evaluation, "SETTINGS", replace(SETTINGS, evaluated_least=1000))
     expected, _ = undivided(made, 6)
     assert_unchanged(snapshot(expected), snapshot(model))
 
@@ -306,40 +307,39 @@ def test_batch_norm_is_never_evaluated_on_a_single_example(size, parts):
     assert not optimizer._rule.rule.everything
 
 
-# The user's loss, recovered from a part of a batch --------------------------------------------------------------------
+# The user's loss on a part of a batch ---------------------------------------------------------------------------------
 
-WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)
+LABELS = torch.arange(100) % 4
+DISTRIBUTIONS = (torch.arange(400).view(100, 4) ** 2).sin().double().softmax(-1)
 KINDS = {
-    "hard": (Categorical(), F.cross_entropy),
-    "weighted": (Categorical(), lambda f, y: F.cross_entropy(f, y, weight=WEIGHTS)),
-    "soft": (Categorical(), lambda f, y: F.cross_entropy(f, (f.detach() + y[:, None]).sin().softmax(-1))),
-    "numbers": (Gaussian(), lambda f, y: F.mse_loss(f, F.one_hot(y, 4).double())),
+    "hard": (F.cross_entropy, LABELS),
+    "some ignored": (F.cross_entropy, LABELS.masked_fill(torch.arange(100) % 3 == 0, -100)),
+    "weighted": (partial(F.cross_entropy, weight=torch.tensor([0.2, 1.0, 3.0, 0.7]).double()), LABELS),
+    "smoothed": (partial(F.cross_entropy, label_smoothing=0.2), LABELS),
+    "soft": (F.cross_entropy, DISTRIBUTIONS),
+    "bits": (F.binary_cross_entropy_with_logits, F.one_hot(LABELS, 4).double()),
+    "numbers": (F.mse_loss, DISTRIBUTIONS),
 }
 
 
-def test_a_loss_is_recovered_in_a_hook_of_the_users_backward_pass():
-    """From the output, its gradient and the loss's value, for a loss that the gradient does not determine."""
-    y = torch.randn(8, 2, dtype=torch.float64)
-    found = []
-    output = mlp(3, 5, 2)(torch.randn(8, 3, dtype=torch.float64))
-    output.register_hook(lambda G: found.append(loss_behind(Gaussian(), output, G, value=running_loss())))
-    F.mse_loss(output, y).backward()
-    assert found[0].scale == 2 / 16
-    assert_close(found[0].y, y, 1e-12)
-
-
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_a_batch_is_read_if_it_determines_the_loss_and_the_whole_batch_otherwise(kind):
-    likelihood, loss_of = KINDS[kind]
-    f = 2 * torch.randn(100, 4, dtype=torch.float64, requires_grad=True)
-    value = loss_of(f, torch.arange(100) % 4)
-    (G,) = torch.autograd.grad(value, f)
-    batch = StepBatch(f, OutputGradient(f.detach(), G, value.detach()), None)
-    whole = batch.loss(likelihood, ScaleEstimate(), 100)
-    part = batch.loss(likelihood, ScaleEstimate(), 30)
-    assert part.scale == pytest.approx(whole.scale, rel=1e-9)
-    assert len(part.weights) == (30 if kind == "hard" else 100)
-    rows = Subset(30, 100).rows
-    whole, part = (loss.select(rows) if len(loss.weights) == 100 else loss for loss in (whole, part))
-    assert_close(part.y.double(), whole.y.double(), 1e-9)
-    assert_close(part.weights, whole.weights, 1e-9)
+def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(kind, given):
+    """Targets are read off the gradient of the whole batch, or given with it. The loss is in nats per target."""
+    loss, y = KINDS[kind]
+    nats = {"bits": 4.0, "numbers": 2.0}.get(kind, 1.0)  # torch divides by the number of elements, and has no ½
+    model = mlp(5, 6, 4)
+    x = torch.randn(100, 5, dtype=torch.float64)
+    f = model(x)
+    (G,) = torch.autograd.grad(loss(f, y), f)
+    declared = declared_loss(loss)
+    batch = Batch(x, OutputGradient(f.detach(), G), (y,) if given else ()).read(declared)
+    direction = {p: torch.randn_like(p) for p in model.parameters()}
+    found = evaluate(model, [batch], [direction], declared.likelihood, 0, everything=False, forward_mode=True)
+    assert found.examples == SETTINGS.evaluated_least
+    rows = Subset(found.examples, 100).rows
+    expected = nats * loss(model(rows(x)), rows(y))
+    gradients = torch.autograd.grad(expected, list(direction))
+    assert found.loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction.values(), strict=True))
+    assert float(found.slopes) == pytest.approx(slope, rel=1e-9)

@@ -10,7 +10,8 @@ import bprong
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.capture.batches import Subset, copied
 from bprong.capture.measure import Arguments, recorded_run
-from bprong.likelihood.families import Likelihood, likelihood_of
+from bprong.likelihood.families import Likelihood
+from bprong.likelihood.loss import declared_loss
 from bprong.optim.auto.linearized import curvature, linearized, output_of
 from helpers import SelfAttention, assert_close, assert_unchanged, classification, mlp, snapshot
 
@@ -212,12 +213,12 @@ def test_errors_of_the_model_itself_are_raised():
 def test_a_linearization_leaves_no_trace(forward_mode, training):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.ReLU(inplace=True), nn.Linear(4, 2))
     x = rows(6, 3)
-    optimizer = bprong.BPRONG(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     model(x).sum().backward()
     model.train(training)
     before = snapshot(model)
     random = torch.random.get_rng_state()
-    kept = optimizer._batches.calls()
+    kept = optimizer._batches.listener.last
     gradients = [p.grad.clone() for p in model.parameters()]
     buffers = dict(model.named_buffers())
     modes = [m.training for m in model.modules()]
@@ -225,7 +226,7 @@ def test_a_linearization_leaves_no_trace(forward_mode, training):
     linearized(model, x, ones_of(model), seed=1, forward_mode=forward_mode)
     assert_unchanged(before, snapshot(model))
     assert torch.equal(random, torch.random.get_rng_state())
-    assert len(optimizer._batches.calls()) == len(kept) == 1
+    assert optimizer._batches.listener.last is kept is not None
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert [m.training for m in model.modules()] == modes
@@ -310,12 +311,12 @@ def as_vector(model, direction):
     return torch.cat([torch.cat([direction[m.bias][:, None], direction[m.weight]], 1).T.flatten() for m in layers])
 
 
-@pytest.mark.parametrize("choice", ["categorical", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("choice", ["cross_entropy", "bce_with_logits", "mse"])
 def test_products_are_those_of_the_exact_fisher_matrix(choice):
     model = mlp(4, 5, 3)
     x, _ = classification(12, 4, 3)
     directions = directions_of(model, 3)
-    found = curvature(model, linearized(model, x, directions, 0), likelihood_of(choice), seed=0)
+    found = curvature(model, linearized(model, x, directions, 0), declared_loss(choice).likelihood, seed=0)
     D = torch.stack([as_vector(model, d) for d in directions])
     G = fisher_matrices(fisher_factors(model, x, choice))["exact"]
     assert found.dtype is torch.float64
@@ -327,7 +328,7 @@ def test_ignored_targets_are_not_in_the_average():
     x = rows(6, 5, 4)
     counted = torch.rand(6, 5) < 0.5
     directions = directions_of(model)
-    likelihood = likelihood_of("categorical")
+    likelihood = declared_loss("cross_entropy").likelihood
     ours = curvature(model, linearized(model, x, directions, 0), likelihood, 0, counted)
     theirs = curvature(model, linearized(model, x[counted], directions, 0), likelihood, 0)
     assert_close(ours, theirs, 1e-12)
@@ -355,4 +356,4 @@ def test_an_output_that_does_not_fit_the_likelihood_is_refused():
     model = mlp(4, 1)
     found = linearized(model, rows(6, 4), directions_of(model), 0)
     with pytest.raises(ValueError, match="use bernoulli"):
-        curvature(model, found, likelihood_of("categorical"), 0)
+        curvature(model, found, declared_loss("cross_entropy").likelihood, 0)

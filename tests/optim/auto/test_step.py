@@ -1,7 +1,9 @@
 """lr="auto" against the mathematics: each step minimises the quadratic model, whatever the scale of the loss."""
 
 import copy
+import functools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import bprong
 from automatic import bound
+from bprong import WhiteningWarning
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.capture.batches import without_listening
 from bprong.linalg.quadratic import minimiser
@@ -19,37 +22,36 @@ from helpers import assert_close, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches
 
 RIDGE = 1e-6  # the minimiser's own
-LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
-LOSSES = {
+LOSSES = {  # each the mean −log p of a target, which is what its name declares
     "categorical": F.cross_entropy,
     "bernoulli": lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(-1).mean(),
     "gaussian": lambda f, y: ((f - y) ** 2 / 2).sum(-1).mean(),
 }
 
 
-def problem(likelihood, n=60, soft=False):
-    """A small network, x and y; the losses of `LOSSES` are their mean −log p."""
+def problem(kind, n=60, soft=False):
+    """A small network, x and y."""
     x, y = classification(n, 5, 3)
-    if likelihood == "bernoulli":
+    if kind == "bernoulli":
         y = (x @ torch.randn(5, 3, dtype=x.dtype) + torch.randn(n, 3, dtype=x.dtype)).div(4).sigmoid()
         y = y if soft else y.round()
-    if likelihood == "gaussian":
+    if kind == "gaussian":
         y = torch.tanh(x @ torch.randn(5, 3, dtype=x.dtype)) + 0.1 * torch.randn(n, 3, dtype=x.dtype)
     torch.manual_seed(1)
     return mlp(5, 4, 3), x, y
 
 
-def auto(model, likelihood="categorical", **arguments):
+def auto(model, loss="cross_entropy", **arguments):
     options = EXACT | arguments.pop("options", {})
-    return bprong.BPRONG(
-        model, lr="auto", likelihood=likelihood, every=arguments.pop("every", 3), options=options, **arguments
-    )
+    return bprong.BPRONG(model, loss, lr="auto", every=arguments.pop("every", 3), options=options, **arguments)
 
 
-def run(model, optimizer, data, loss):
+def run(model, optimizer, data, loss, observe=False):
     for x, y in data:
         optimizer.zero_grad()
         loss(model(x), y).backward()
+        if observe:
+            optimizer.observe(x, y)
         optimizer.step()
     return snapshot(model)
 
@@ -63,14 +65,14 @@ def vector(model, of):
     return torch.cat([torch.cat([of(m.bias)[None], of(m.weight).T]).flatten() for m in layers])
 
 
-def whitened(model, gradients, x, likelihood, lam):
+def whitened(model, gradients, x, kind, lam):
     """Δ by explicit inverses of each layer's Ž + ε₁ and D + ε₂.
 
     ε₁ε₂ = λ, ε₁ and ε₂ are in the proportion of the mean eigenvalues of Ž and D, and few observations add to both.
     """
     parts = []
     layers = [m for m in model if isinstance(m, nn.Linear)]
-    for layer, found in zip(layers, fisher_factors(model, x, likelihood), strict=True):
+    for layer, found in zip(layers, fisher_factors(model, x, kind), strict=True):
         z = found.z_bar[:, 0, 1:]
         c = z.mean(dim=0)
         n = len(z)
@@ -78,8 +80,8 @@ def whitened(model, gradients, x, likelihood, lam):
         D = torch.einsum("knro,knrp->op", found.delta, found.delta) / found.targets
         mean_z = float(Z.trace()) / len(Z)
         mean_d = float(D.trace()) / len(D)
-        e_1 = math.sqrt(lam * mean_z / mean_d) + SETTINGS.sampling_damping * mean_z * len(Z) / n
-        e_2 = math.sqrt(lam * mean_d / mean_z) + SETTINGS.sampling_damping * mean_d * len(D) / n
+        e_1 = math.sqrt(lam * mean_z / mean_d) + SETTINGS.sampling * mean_z * len(Z) / n
+        e_2 = math.sqrt(lam * mean_d / mean_z) + SETTINGS.sampling * mean_d * len(D) / n
         RR, UU = (torch.linalg.inv(m + e * torch.eye(len(m), dtype=m.dtype)) for m, e in ((D, e_2), (Z, e_1)))
         g_b = gradients[layer.bias]
         d_W = -RR @ (gradients[layer.weight] - torch.outer(g_b, c)) @ UU
@@ -87,9 +89,9 @@ def whitened(model, gradients, x, likelihood, lam):
     return torch.cat(parts)
 
 
-def gradients_of(model, x, y, likelihood, decay=0.0):
+def gradients_of(model, x, y, kind, decay=0.0):
     with without_listening():
-        loss = LOSSES[likelihood](model(x), y)
+        loss = LOSSES[kind](model(x), y)
     penalty = sum(decay / 2 * p.square().sum() for p in model.parameters())
     return float(loss.detach()), dict(
         zip(model.parameters(), torch.autograd.grad(loss + penalty, list(model.parameters())), strict=True)
@@ -97,16 +99,16 @@ def gradients_of(model, x, y, likelihood, decay=0.0):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_the_first_two_steps_minimise_the_quadratic_model(likelihood, decay):
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_first_two_steps_minimise_the_quadratic_model(kind, decay):
     """½dᵀ(F + λ + decay)d + gᵀd with the explicit Fisher matrix; the first along Δ alone, the second along Δ and Δ₀.
 
     The slope along Δ counts s times, s from what the first step promised and the second batch confirmed. The first step
     may go a part of the bound, the second twice that.
     """
-    model, x, y = problem(likelihood)
-    optimizer = auto(model, likelihood, every=1, weight_decay=decay)
-    keep = SETTINGS.keep_slopes
+    model, x, y = problem(kind)
+    optimizer = auto(model, kind, every=1, weight_decay=decay)
+    keep = SETTINGS.keep
     last = None
     lam = SETTINGS.initial_lambda
     trust = 1.0
@@ -115,25 +117,25 @@ def test_the_first_two_steps_minimise_the_quadratic_model(likelihood, decay):
     delta = None
     averaged = None
     for step in range(2):
-        loss, gradients = gradients_of(model, x, y, likelihood, decay)
-        averaged = loss if averaged is None else SETTINGS.keep_loss * averaged + (1 - SETTINGS.keep_loss) * loss
+        loss, gradients = gradients_of(model, x, y, kind, decay)
+        averaged = loss if averaged is None else keep * averaged + (1 - keep) * loss
         g = vector(model, gradients.__getitem__)
         if step == 1:
             confirmed = keep + (1 - keep) * (slope_change - float(g @ delta))
             trust = min(1.0, confirmed / (keep - (1 - keep) * slope))
-        F_ = fisher_matrices(fisher_factors(model, x, likelihood))["exact"]
-        delta = whitened(model, gradients, x, likelihood, lam)
+        F_ = fisher_matrices(fisher_factors(model, x, kind))["exact"]
+        delta = whitened(model, gradients, x, kind, lam)
         d = torch.stack([delta] if last is None else [delta, last])
         slopes = d @ g
         slope = float(slopes[0])
         slopes[0] *= trust
-        most = [math.inf, SETTINGS.highest_momentum][: len(d)]
+        most = [math.inf, SETTINGS.most_momentum][: len(d)]
         c = minimiser(d @ F_ @ d.T + (lam + decay) * d @ d.T, slopes, most)
         length = float(c @ d @ F_ @ d.T @ c) / 2
-        c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.first_step * 2**step / length))
+        c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.cautious * 2**step / length))
         slope_change = float(delta @ F_ @ (c @ d) + decay * delta @ (c @ d))
         before = vector(model, lambda p: p.detach().clone())
-        run(model, optimizer, [(x, y)], LOSSES[likelihood])
+        run(model, optimizer, [(x, y)], LOSSES[kind])
         last = vector(model, lambda p: p.detach()) - before
         assert_close(last, c @ d, 10 * RIDGE, f"step {step}")
         lam = optimizer.report().rule["lambda"]
@@ -148,24 +150,57 @@ MULTIPLES = {
 }
 
 
+def with_a_smaller_last_batch(kind):
+    """A network and thirty batches of its problem."""
+    model, x, y = problem("bernoulli" if kind == "soft bits" else kind, n=54, soft=kind == "soft bits")
+    return model, [(x[i : i + 20], y[i : i + 20]) for _ in range(10) for i in (0, 20, 40)]
+
+
 @pytest.mark.parametrize("multiple", MULTIPLES)
-@pytest.mark.parametrize("kind", [*LIKELIHOODS, "soft bits"])
-def test_the_scale_of_the_loss_does_not_matter(kind, multiple):
-    """For thirty steps with a smaller last batch in each epoch. κ is known to rounding, which steps amplify."""
-    likelihood = "bernoulli" if kind == "soft bits" else kind
-    model, x, y = problem(likelihood, n=54, soft=kind == "soft bits")
-    data = [(x[i : i + 20], y[i : i + 20]) for _ in range(10) for i in (0, 20, 40)]
+@pytest.mark.parametrize("kind", [*LOSSES, "soft bits"])
+def test_a_factor_on_the_loss_is_pointed_out_and_does_not_matter(kind, multiple):
+    """Classes and bits are read off the gradient whatever the factor is; probabilities and numbers must be known.
+
+    Factors are known to rounding, which steps amplify.
+    """
+    declared = "bernoulli" if kind == "soft bits" else kind
+    model, data = with_a_smaller_last_batch(kind)
     other = copy.deepcopy(model)
-    expected = run(model, auto(model, likelihood), data, LOSSES[likelihood])
-    scaled = MULTIPLES[multiple](LOSSES[likelihood])
-    assert_same_path(run(other, auto(other, likelihood), data, scaled), expected, 1e-6)
+    expected = run(model, auto(model, declared), data, LOSSES[declared])
+    scaled = MULTIPLES[multiple](LOSSES[declared])
+    with pytest.warns(WhiteningWarning, match="times as large") as warned:
+        ours = run(other, auto(other, declared), data, scaled, observe=kind in ("gaussian", "soft bits"))
+    assert len(warned) == 1
+    assert_same_path(ours, expected, 1e-6)
+
+
+DECLARED = {
+    "categorical": (nn.CrossEntropyLoss, F.cross_entropy),
+    "bernoulli": (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits),
+    "gaussian": (nn.MSELoss, F.mse_loss),
+    "soft bits": (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("kind", DECLARED)
+def test_the_reduction_does_not_matter_if_it_is_declared(kind, seen, reduction):
+    """Whether it is declared as the module that is called, so that its targets are seen, or as a function."""
+    declared = "bernoulli" if kind == "soft bits" else kind
+    model, data = with_a_smaller_last_batch(kind)
+    other = copy.deepcopy(model)
+    expected = run(model, auto(model, declared), data, LOSSES[declared])
+    module, function = DECLARED[kind]
+    loss = module(reduction=reduction) if seen else functools.partial(function, reduction=reduction)
+    assert_same_path(run(other, auto(other, loss), data, loss), expected, 1e-6)
 
 
 def test_mse_loss_is_a_multiple_of_the_negative_log_likelihood():
     model, x, y = problem("gaussian")
     other = copy.deepcopy(model)
     expected = run(model, auto(model, "gaussian"), batches(x, y, 20, 30), LOSSES["gaussian"])
-    assert_same_path(run(other, auto(other, "gaussian"), batches(x, y, 20, 30), F.mse_loss), expected, 1e-6)
+    assert_same_path(run(other, auto(other, "mse"), batches(x, y, 20, 30), F.mse_loss), expected, 1e-6)
 
 
 @pytest.mark.parametrize("size", [0.01, 0.3])
@@ -196,19 +231,20 @@ def test_gradients_accumulated_over_parts_of_a_batch_give_the_step_of_the_whole(
     assert_same_path(snapshot(other), expected, 1e-6)
 
 
-def test_the_scale_is_found_although_the_number_of_ignored_targets_varies():
-    """κ of a mean is one divided by the number of targets that count, which differs between batches."""
+def test_sums_are_divided_by_the_number_of_targets_that_count_which_varies():
     model, x, y = problem("categorical")
     other = copy.deepcopy(model)
     data = [(xb, yb.clone()) for xb, yb in batches(x, y, 20, 40)]
     for t, (_, yb) in enumerate(data):
         yb[: t % 7] = -100
     expected = run(model, auto(model), data, F.cross_entropy)
-    ours = run(other, auto(other), data, lambda f, y: F.cross_entropy(f, y, reduction="sum"))
-    assert_same_path(ours, expected, 1e-6)
+    summed = partial(F.cross_entropy, reduction="sum")
+    assert_same_path(run(other, auto(other, summed), data, summed), expected, 1e-6)
 
 
-def test_padded_sequences_and_smoothed_labels_train():
+@pytest.mark.parametrize("declared", ["cross_entropy", partial(F.cross_entropy, label_smoothing=0.1)])
+def test_padded_sequences_and_smoothed_labels_train(declared):
+    """Smoothed labels are probabilities, which can be read off the gradient if smoothing is not declared."""
     torch.manual_seed(2)
     x = torch.randn(24, 5, 6, dtype=torch.float64)
     y = (x[..., :3].argmax(-1)).masked_fill(torch.arange(5) >= torch.randint(2, 6, (24, 1)), -100)
@@ -218,7 +254,7 @@ def test_padded_sequences_and_smoothed_labels_train():
         return F.cross_entropy(f.flatten(0, 1), y.flatten(), label_smoothing=0.1)
 
     before = float(loss(model(x), y).detach())
-    optimizer = auto(model)
+    optimizer = auto(model, declared)
     run(model, optimizer, batches(x, y, 12, 60), loss)
     assert float(loss(model(x), y).detach()) < 0.7 * before
     assert optimizer.report().rule["ratio"] is not None

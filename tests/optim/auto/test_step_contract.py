@@ -24,7 +24,7 @@ from training import batches, train
 def test_the_groups_lr_starts_at_one_and_arguments_without_effect_are_refused():
     assert auto(mlp(5, 3)).param_groups[0]["lr"] == 1.0
     with pytest.raises(ValueError, match="a number or \"auto\", not 'automatic'"):
-        bprong.BPRONG(mlp(5, 3), lr="automatic")
+        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr="automatic")
     with pytest.raises(ValueError, match="leave out momentum=0.9"):
         auto(mlp(5, 3), momentum=0.9)
     with pytest.raises(ValueError, match="leave out fallback_rate"):
@@ -174,13 +174,13 @@ def test_the_report_shows_the_coefficients_of_the_step_for_lr_auto_only():
     train(model, optimizer, batches(*DATA, 20, 3))
     shown = optimizer.report().rule
     assert shown["alpha"] > 0
-    assert 0 <= shown["mu"] <= SETTINGS.highest_momentum
+    assert 0 <= shown["mu"] <= SETTINGS.most_momentum
     assert shown["ratio"] > 0
     line = f"α {shown['alpha']:.3g}, μ {shown['mu']:.3g}, λ {shown['lambda']:.3g}, actual/predicted"
     assert line in str(optimizer.report())
     scalars = optimizer.report().scalars()
     assert all(scalars[f"rule/{name}"] == value for name, value in shown.items())
-    explicit = bprong.BPRONG(mlp(5, 3), lr=0.1).report()
+    explicit = bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.1).report()
     assert explicit.rule == {}
     assert "actual/predicted" not in str(explicit)
 

@@ -1,7 +1,6 @@
 """The quadratic model of a batch: dᵢᵀ F dⱼ and slopes along a few directions, and the actual change of the loss.
 
-Everything is per target and in nats, whatever multiple κ of −log p the user's loss is (`likelihood/loss.py`): ∇L is the
-user's gradient divided by κ times the number of targets.
+Everything is per target and in nats, whatever multiple of the mean −log p the user's loss is.
 """
 
 from __future__ import annotations
@@ -15,100 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.batches import OutputGradient, Subset, copied, examples
+from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Likelihood, nontrivial
-from bprong.likelihood.loss import Loss, customary_scales, loss_behind
-from bprong.likelihood.loss_scale import ScaleEstimate
 from bprong.linalg.moments import finite, to_float64
 from bprong.optim.auto.linearized import Direction, Linearized, curvature, linearized, output_of
+from bprong.optim.auto.settings import SETTINGS
 from bprong.optim.rules import Group
 from bprong.whitening.layers import Layer
-
-EVALUATED_PART = 8  # the quadratic model is evaluated on an eighth of a batch,
-ENOUGH_EXAMPLES = 64  # or on this many examples of a small one
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One batch of a step.
-
-    left:  what the user's backward pass left at the model's output; None: unknown
-    y:     the targets given with x; None: not given
-    """
-
-    x: Any
-    left: OutputGradient | None = None
-    y: Tensor | None = None
-
-    def targets(self, likelihood: Likelihood) -> int:
-        """How many targets the loss counts, as far as is known."""
-        if self.left is not None:
-            rows = self.left.gradient.reshape(likelihood.targets(self.left.output), -1)
-            return int(rows.any(dim=1).sum())
-        if self.y is None:
-            return 0
-        mask = likelihood.not_ignored(self.y)
-        return len(self.y) if mask is None else int(mask.sum())
-
-    def subset(self, count: int | None = None) -> Subset:
-        """A subset of `count` examples; all, if outputs or targets do not have equally many rows for each example."""
-        whole = examples(self.x)
-        subset = Subset(whole if count is None else count, whole)
-        rows = (self.y, None if self.left is None else self.left.output)
-        return subset if all(t is None or subset.divides(t) for t in rows) else Subset(whole, whole)
-
-    def fits(self, output: Tensor, subset: Subset) -> bool:
-        """Whether this can be the output on a subset, as far as its shape is known."""
-        if self.left is not None:
-            return output.shape == subset.rows(self.left.output).shape
-        return output.ndim > 0 and (self.y is None or len(output) == len(subset.rows(self.y)))
-
-    def loss(self, likelihood: Likelihood, scale: ScaleEstimate, count: int) -> Loss | None:
-        """The user's loss, if it can be recovered: from `count` examples, if these leave no doubt, or from all."""
-        if self.left is None:
-            return None
-        targets = self.targets(likelihood)
-        subset = self.subset(count or ENOUGH_EXAMPLES)
-        loss = None if subset.everything else self.loss_on(likelihood, subset)
-        if loss is None or not loss.certain or bool((loss.weights > 1).any()):  # weights are 1 on average over all
-            loss = self.loss_on(likelihood, self.subset())
-        known = scale.settled(targets)
-        if loss is not None:
-            customary = customary_scales(likelihood, self.left.output, targets)
-            known = scale.note(loss, targets, float(self.left.value or 0.0), customary)
-        if known is not None and (loss is None or known != loss.scale):
-            loss = self.loss_on(likelihood, self.subset(), known) or loss
-        return loss
-
-    def loss_on(self, likelihood: Likelihood, subset: Subset, scale: float | None = None) -> Loss | None:
-        """The loss on a subset, recovered from the gradients of that subset alone."""
-        assert self.left is not None
-        y = None if self.y is None else subset.rows(self.y)
-        return loss_behind(
-            likelihood, subset.rows(self.left.output), subset.rows(self.left.gradient), y, self.left.value, scale
-        )
-
-    def loss_of(self, likelihood: Likelihood, output: Tensor, subset: Subset, loss: Loss | None) -> Loss | None:
-        """The loss on the examples of an output: the user's or, if that is unknown, −log p of the targets given.
-
-        loss: the user's loss on the subset or on all examples; None: unknown
-        """
-        targets = likelihood.targets(output)
-        if loss is not None and len(loss.weights) < targets:  # it was recovered on a subset, and this is all
-            loss = self.loss_on(likelihood, self.subset())
-        if loss is not None:
-            return loss.select(subset.rows) if targets < len(loss.weights) else loss
-        if self.y is None:
-            return None
-        y = subset.rows(self.y)
-        likelihood.check_targets(output, y)
-        mask = likelihood.not_ignored(y)
-        weights = output.new_ones(targets) if mask is None else mask.flatten().to(output)
-        return Loss(likelihood, 1.0, y, to_float64(weights), certain=False)
-
-
-Losses = Sequence[tuple[StepBatch, Loss | None]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +50,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    batches: Losses,
+    batches: Sequence[Batch],
     directions: Sequence[Direction],
     likelihood: Likelihood,
     seed: int,
@@ -151,16 +64,15 @@ def evaluate(
     graphs belong to the whole batch
     """
     parts: list[Evaluation] = []
-    counts = evaluated_counts([batch for batch, _ in batches], everything)
-    for i, ((batch, loss), count) in enumerate(zip(batches, counts, strict=True)):
+    for i, (batch, count) in enumerate(zip(batches, evaluated_counts(batches, everything), strict=True)):
         if not count and len(batches) > 1:
             continue
         subset = batch.subset(count)
         x = copied(batch.x, subset, next(model.parameters()).dtype)
         reason = None
         try:
-            found = linearized(model, x, directions, seed + i, forward_mode)
-            if not subset.everything and not batch.fits(found.output, subset):
+            found = linearized(model, x, directions, seed + i, forward_mode, batch.class_dim)
+            if not subset.everything and not _fits(batch, found.output, subset):
                 reason = f"{subset.count} of {subset.whole} examples give the shape {tuple(found.output.shape)}"
         except Exception as error:  # a model may raise anything; it was tried without forward-mode AD too
             if subset.everything:
@@ -171,30 +83,37 @@ def evaluate(
                 evaluate(model, batches, directions, likelihood, seed, everything=True, forward_mode=forward_mode),
                 undivided=reason,
             )
-        part_loss = batch.loss_of(likelihood, found.output, subset, loss)
-        parts.append(_part(model, x, seed + i, found, part_loss, likelihood))
+        parts.append(_part(model, x, seed + i, found, batch, subset, likelihood))
     return _merged(parts)
 
 
+def _fits(batch: Batch, output: Tensor, subset: Subset) -> bool:
+    """Whether this can be the output on a subset, as far as its shape is known."""
+    if batch.left is not None:
+        return output.shape == subset.rows(batch.left.output).shape
+    return output.ndim > 0 and (batch.targets is None or len(output) == len(subset.rows(batch.targets.y)))
+
+
 def _part(
-    model: nn.Module, x: Any, seed: int, found: Linearized, loss: Loss | None, likelihood: Likelihood
+    model: nn.Module, x: Any, seed: int, found: Linearized, batch: Batch, subset: Subset, likelihood: Likelihood
 ) -> Evaluation:
     """The quadratic model on some examples x of one batch."""
-    counted = None if loss is None else loss.weights != 0
-    Q = curvature(model, found, likelihood, seed, nontrivial(counted)).cpu()
+    targets = None if batch.targets is None else batch.targets.select(subset.rows)
+    if targets is not None and batch.left is None:
+        likelihood.check_targets(found.output, targets.y)
+    counted = nontrivial(None if targets is None else targets.counted)
+    Q = curvature(model, found, likelihood, seed, counted).cpu()
     if not finite(Q):
         raise WhiteningError("the model's output, or its change along the step, is not finite on this batch")
-    if loss is None or counted is None:
-        return Evaluation(
-            Q, None, Q.new_zeros(len(Q)), examples(x), weight=likelihood.targets(found.output), refused=found.refused
-        )
+    if targets is None:
+        return Evaluation(Q, None, Q.new_zeros(len(Q)), examples(x), refused=found.refused)
     return Evaluation(
         Q,
-        loss.mean(found.output),
-        Q.new_tensor(loss.slopes(found.output, found.along)),
+        targets.mean(found.output),
+        Q.new_tensor(targets.slopes(found.output, found.along)),
         examples(x),
-        lambda: loss.mean(output_of(model, x, seed)),
-        weight=loss.scale * int(counted.sum()),
+        lambda: targets.mean(output_of(model, x, seed, batch.class_dim)),
+        weight=targets.multiple(),
         refused=found.refused,
     )
 
@@ -214,14 +133,14 @@ def _merged(parts: Sequence[Evaluation]) -> Evaluation:
     )
 
 
-def evaluated_counts(batches: Sequence[StepBatch], everything: bool) -> list[int]:
+def evaluated_counts(batches: Sequence[Batch], everything: bool) -> list[int]:
     """On how many examples of each batch the quadratic model is evaluated: of the first ones, until they are enough.
 
     Never on a single one of several, because BatchNorm needs a variance.
     """
     lengths = [examples(batch.x) for batch in batches]
     total = sum(lengths)
-    enough = total if everything else max(total // EVALUATED_PART, min(total, ENOUGH_EXAMPLES))
+    enough = total if everything else max(int(SETTINGS.evaluated_part * total), min(total, SETTINGS.evaluated_least))
     left = [enough - before for before in accumulate(lengths, initial=0)]
     return [
         batch.subset(min(n, length)).count if n > 1 or n == length == 1 else 0

@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bprong.capture.batches import without_listening
-from bprong.capture.measure import random_numbers, recorded_run
+from bprong.capture.measure import laid_out, random_numbers, recorded_run
 from bprong.likelihood.families import Likelihood
 
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
@@ -40,8 +40,10 @@ class Linearized:
     refused: str | None = None
 
 
-def output_of(model: nn.Module, x: Any, seed: int) -> Tensor:
+def output_of(model: nn.Module, x: Any, seed: int, class_dim: int | None = None) -> Tensor:
     """The output on x at the current parameters: detached, eager, without autocast, with dropout drawn from the seed.
+
+    class_dim: see `measure.laid_out`
 
     No listener keeps the call, and attention uses no fused kernels, because these have no forward-mode AD.
 
@@ -55,32 +57,39 @@ def output_of(model: nn.Module, x: Any, seed: int) -> Tensor:
         for device in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(device, enabled=False))
         output, _ = stack.enter_context(recorded_run(model, [], x, seed, errors=False))
-        return output
+        return laid_out(output, class_dim)
 
 
 def linearized(
-    model: nn.Module, x: Any, directions: Sequence[Direction], seed: int, forward_mode: bool = True
+    model: nn.Module,
+    x: Any,
+    directions: Sequence[Direction],
+    seed: int,
+    forward_mode: bool = True,
+    class_dim: int | None = None,
 ) -> Linearized:
     """The output on x and J d for each direction, with the same random numbers and buffers for all.
 
     forward_mode: whether to try forward-mode AD; trying it in vain takes the time of half a pass
+    class_dim:    see `output_of`
 
     >>> layer = nn.Linear(2, 1)
     >>> linearized(layer, torch.tensor([[1.0, 2.0]]), [{layer.weight: torch.tensor([[1.0, 10.0]])}], seed=0).along[0]
     tensor([[21.]])
     """
+    run = functools.partial(output_of, model, x, seed, class_dim)
     refused: str | None = "forward-mode AD was not requested"
     if forward_mode and directions:
         try:
             # One after the other. All at once (torch.func: vmap of jvp) computes the output once instead of k times but
             # must stack the directions: 75 ms against 85 for two of the autoencoder 784-1000-500-250-30-… at batch 250
             # (a forward and backward pass: 39), and it refuses models that write to their buffers, as BatchNorm does.
-            duals = [_dual(model, x, d, seed) for d in directions]
+            duals = [_dual(run, d) for d in directions]
             return Linearized(duals[0][0], tuple(tangent for _, tangent in duals))
         except (NotImplementedError, RuntimeError) as reason:  # an error of the model itself will be raised again below
             refused = str(reason).split("\n", maxsplit=1)[0]
-    along = tuple(_difference(model, x, d, seed) for d in directions)
-    return Linearized(output_of(model, x, seed), along, refused if directions else None)
+    along = tuple(_difference(run, d) for d in directions)
+    return Linearized(run(), along, refused if directions else None)
 
 
 def curvature(
@@ -98,7 +107,7 @@ def curvature(
     return products / (likelihood.targets(found.output) if counted is None else int(counted.sum()))
 
 
-def _dual(model: nn.Module, x: Any, direction: Direction, seed: int) -> tuple[Tensor, Tensor]:
+def _dual(run: Callable[[], Tensor], direction: Direction) -> tuple[Tensor, Tensor]:
     """f and J d in one pass of dual numbers.
 
     The parameters themselves become dual, in place, instead of being replaced: whatever refers to them (tied layers,
@@ -109,14 +118,14 @@ def _dual(model: nn.Module, x: Any, direction: Direction, seed: int) -> tuple[Te
         with torch.no_grad():
             for parameter, d in direction.items():
                 parameter.copy_(make_dual(parameter.detach(), d.to(parameter)))  # type: ignore[no-untyped-call]
-        output, tangent = unpack_dual(output_of(model, x, seed))  # type: ignore[no-untyped-call]
+        output, tangent = unpack_dual(run())  # type: ignore[no-untyped-call]
         return output.clone(), torch.zeros_like(output) if tangent is None else tangent.clone()
 
 
-def _difference(model: nn.Module, x: Any, direction: Direction, seed: int) -> Tensor:
+def _difference(run: Callable[[], Tensor], direction: Direction) -> Tensor:
     """(f(θ + hd) − f(θ − hd)) / 2h, which is J d up to errors of h² and of rounding / h; these balance at h = ε^⅓."""
     h = max(torch.finfo(p.dtype).eps for p in direction) ** (1 / 3) * _norm(direction) / _norm(direction.values())
-    return (_moved_output(model, x, direction, h, seed) - _moved_output(model, x, direction, -h, seed)).div(2 * h)
+    return (_at(run, direction, h) - _at(run, direction, -h)).div(2 * h)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -125,13 +134,13 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 @torch.no_grad()
-def _moved_output(model: nn.Module, x: Any, direction: Direction, step: float, seed: int) -> Tensor:
+def _at(run: Callable[[], Tensor], direction: Direction, step: float) -> Tensor:
     """The output with the parameters moved by step · d; restores them bit for bit."""
     before = {parameter: parameter.detach().clone() for parameter in direction}
     try:
         for parameter, d in direction.items():
             parameter.add_(d.to(parameter), alpha=step)
-        return output_of(model, x, seed)
+        return run()
     finally:
         for parameter, value in before.items():
             parameter.copy_(value)

@@ -5,15 +5,14 @@
 Δ is the whitened direction, Δ_Adam that of parameters no whitener covers, Δ₀ the last update; dᵀFd comes from
 forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe at every batch size (docs/auto.md):
 
-- The slope along Δ is multiplied by a trust s ≤ 1. Δ contains the noise of its own batch, so ∇LᵀΔ promises a larger
+- Trust: the slope along Δ is multiplied by s ≤ 1. Δ contains the noise of its own batch, so ∇LᵀΔ promises a larger
   decrease than other data show; the gradient of the next batch tells how much larger.
-- The step's ½dᵀFd, by how much the predictions change, is bounded by a share of the loss; and α ∇LᵀΔ by twice the loss,
-  since the minimum of a quadratic model decreases it by half of that.
-- λ, split between Ž and D by their mean eigenvalues, doubles if the loss fell by less than a quarter of what the model
-  predicted, falls slowly if the prediction was good, and stays within bounds. On a plateau, where λ alone limits the
-  step, it falls fast and without a lower bound.
-- α and μ are averaged over evaluations, which are made at every tenth step after the first twenty.
-- If the loss blew up, the last update is undone, the next goes a quarter as far, and twenty steps are all evaluated.
+- Bounds: the step's ½dᵀFd, by how much the predictions change, is at most a part of the loss; −α ∇LᵀΔ is at most twice
+  the loss.
+- Damping: λ, split between Ž and D by their mean eigenvalues, doubles if the loss fell by less than a quarter of what
+  the model predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
+- Averages: α, β and μ are averaged over evaluations, which are made at every tenth step after the first ten.
+- Undo: if the loss blew up, the last update is undone, and the next ones go less far.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.quadratic import minimiser
-from bprong.optim.auto.evaluation import ENOUGH_EXAMPLES, Evaluation
+from bprong.optim.auto.evaluation import Evaluation
 from bprong.optim.auto.settings import SETTINGS, AutoSettings, AutoState, Parts
 from bprong.whitening.layers import Layer
 from bprong.whitening.side import Side
@@ -37,28 +36,18 @@ class AutoRule(AutoState):
     """Chooses the coefficients of a step and the damping from measured numbers, and remembers them (`AutoState`).
 
     damping_given:  the user set the damping, so that λ must not change it
-    bound:          the user's max_step, as ½dᵀFd
+    most:           the user's max_step, as ½dᵀFd
     nll_bounded:    −log p is known including its constant and not negative, so that a share of it can bound a step
     """
 
     damping_given: bool = False
-    bound: float = math.inf
+    most: float = math.inf
     nll_bounded: bool = True
     settings: AutoSettings = SETTINGS
 
     def evaluates(self, t: int) -> bool:
         """Whether the quadratic model is evaluated at step t."""
-        early = self.settings.early_until
-        return (
-            t < max(early // 2, self.evaluate_until)
-            or (t < early and t % 2 == 0)
-            or t % self.settings.evaluate_every == 0
-        )
-
-    @property
-    def slope_trust(self) -> float:
-        """s: how much of a slope along Δ other data confirm."""
-        return min(1.0, max(self.settings.lowest_trust, self.slope_kept / max(self.slope_promised, 1e-300)))
+        return t < self.evaluate_until or t % self.settings.evaluate_every == 0
 
     # Damping ----------------------------------------------------------------------------------------------------------
 
@@ -73,9 +62,9 @@ class AutoRule(AutoState):
         forward = layer.forward.mean_eigenvalue or 0.0
         backward = layer.backward.mean_eigenvalue
         z = forward if forward > 0 and not relative else 1.0
-        d = 1.0 if backward is None else max(backward, self.settings.faint_errors * self.lam)
+        d = 1.0 if backward is None else max(backward, self.settings.negligible * self.lam)
         observations = side.observations if backward is None else layer.backward.observations
-        sampling = self.settings.sampling_damping * side.blocks.size * side.blocks.count / observations
+        sampling = self.settings.sampling * side.blocks.size * side.blocks.count / observations
         if not side.of_inputs:
             return Damping(math.sqrt(self.lam * d / z) + sampling * d)
         epsilon = math.sqrt(self.lam * z / d) + (0.0 if layer.linear.one_hot else sampling * z)
@@ -86,30 +75,29 @@ class AutoRule(AutoState):
         coefficients = torch.tensor(list(c.values()), dtype=torch.float64, device="cpu")
         predicted = float(found.slopes @ coefficients + coefficients @ found.Q @ coefficients / 2)
         self.ratio = change / predicted if predicted < 0 else None
-        good = math.isfinite(change) and change <= 2 * self._full_bound()
-        if good and self.bound_part is not None:
-            self.bound_part = 2 * self.bound_part if self.bound_part < 0.5 else None
-        if not good or (self.ratio is not None and self.ratio < self.settings.predicted_badly):
-            self.lam = min(self.settings.highest_lambda, self.lam * self.settings.raise_lambda)
-        elif self.ratio is not None and self.ratio > self.settings.predicted_well:
-            self.lam = self._lowered(self.lam)
+        good = math.isfinite(change) and change <= 2 * self._bound()
+        self.caution = min(1.0, 2 * self.caution) if good else self.caution
+        if not good or (self.ratio is not None and self.ratio < 1 - self.settings.well):
+            self.lam *= self.settings.raise_lambda
+        elif self.ratio is not None and self.ratio > self.settings.well:
+            plateau = self.curvature_ratio < self.settings.negligible
+            self.lam /= self.settings.raise_lambda**2 if plateau else self.settings.lower_lambda
         return good
-
-    def _lowered(self, lam: float) -> float:
-        """λ after a good prediction. On a plateau it has no lower bound, and returns to it afterwards."""
-        if self.curvature_ratio < self.settings.plateau_ratio:
-            return lam / self.settings.lower_lambda_on_plateau
-        if lam >= self.settings.lowest_lambda:
-            return max(self.settings.lowest_lambda, lam / self.settings.lower_lambda)
-        return self.settings.raise_lambda * lam if self.curvature_ratio > 1 else lam
 
     # Coefficients -----------------------------------------------------------------------------------------------------
 
-    def update_slope_trust(self, slope: float) -> None:
+    def update_trust(self, slope: float) -> None:
         """Compares the next batch's slope along the Δ of the last evaluation with what that batch promised."""
-        keep = self.settings.keep_slopes
+        keep = self.settings.keep
         self.slope_kept = keep * self.slope_kept + (1 - keep) * (self.slope_change - slope)
         self.slope_promised = keep * self.slope_promised - (1 - keep) * self.slope
+        if slope < 0:  # the next batch would have gone further
+            self.brake = min(1.0, self.settings.raise_lambda * self.brake)
+
+    @property
+    def trust(self) -> float:
+        """s: how much of a slope along Δ other data confirm."""
+        return min(1.0, max(self.settings.least_trust, self.slope_kept / max(self.slope_promised, 1e-300)))
 
     def choose(
         self, t: int, slopes: Parts, found: Evaluation | None, metric: tuple[Tensor, Tensor] | None, lr: float = 1.0
@@ -122,7 +110,7 @@ class AutoRule(AutoState):
         lr:     the group's lr, a multiplier on α and β
         """
         if found is not None:
-            self._note_loss(t, found)
+            self._note_loss(found)
         if found is not None and metric is not None and any(slopes.values()):
             return self._evaluated(t, slopes, found, metric, lr)
         # Between evaluations, or at a gradient of zero, which says nothing.
@@ -134,72 +122,68 @@ class AutoRule(AutoState):
 
     def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], lr: float) -> Parts:
         """The coefficients that minimise the quadratic model, averaged and within the bounds."""
-        names = list(slopes)
         Q = found.Q
         G, penalty = metric
-        b = torch.tensor(list(slopes.values()), dtype=torch.float64, device="cpu")
         self.slope = slopes["whitened"]
-        self.curvature = dict(zip(names, Q.diagonal().tolist(), strict=True))
-        b[0] *= self.slope_trust
-        most = {"last": self.settings.highest_momentum, "adam": self.settings.highest_fallback}
-        c = minimiser(Q + penalty + self.lam * G, b, [most.get(name, math.inf) for name in names])
-        c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
-        if t >= self.settings.early_until:
-            c = self._averaged(names, c)
-        self.coefficients = dict(zip(names, c.tolist(), strict=True))
-        c = c * c.new_tensor([1.0 if name == "last" else lr for name in names])
-        c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
+        b = torch.tensor(list(slopes.values()), dtype=torch.float64, device="cpu")
+        b[0] *= self.trust * self.brake
+        most = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
+        c = self._allowed(minimiser(Q + penalty + self.lam * G, b, [most.get(name, math.inf) for name in slopes]), Q)
+        if t >= self.evaluate_until:
+            c = self._averaged(list(slopes), c)
+        self.coefficients = dict(zip(slopes, c.tolist(), strict=True))
+        c = self._allowed(c * c.new_tensor([1.0 if name == "last" else lr for name in slopes]), Q)
+        self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
         self.length = float(c @ Q @ c) / 2
         self.slope_change = float((Q + penalty)[0] @ c)
         self.curvature_ratio = 2 * self.length / max(self.lam * float(c @ G @ c), 1e-300)
-        return dict(zip(names, c.tolist(), strict=True))
+        return dict(zip(slopes, c.tolist(), strict=True))
 
     def _averaged(self, names: list[str], c: Tensor) -> Tensor:
-        """The average of c with the coefficients before; α is clamped first, and afterwards at most twice its value."""
-        old = c.new_tensor([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
-        if old[0] > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
-            c[0] = c[0].clamp(old[0] / self.settings.highest_surprise, old[0] * self.settings.highest_surprise)
-        mean = self.settings.keep_coefficients * old + (1 - self.settings.keep_coefficients) * c
+        """The average of c with the coefficients before. α is clamped first, and afterwards at most twice its value."""
+        before = c.new_tensor([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
+        if before[0] > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
+            c[0] = c[0].clamp(self.settings.cautious * before[0], before[0] / self.settings.cautious)
+        mean = self.settings.keep * before + (1 - self.settings.keep) * c
         mean[0] = min(float(mean[0]), 2 * float(c[0]))  # a small α of this batch counts at once
         return mean
 
-    def _note_loss(self, t: int, found: Evaluation) -> None:
+    def _note_loss(self, found: Evaluation) -> None:
         """Averages the loss. Small batches keep more of the average, so that together they count as one large one."""
-        if found.loss is None:
+        if found.loss is None or not math.isfinite(found.loss):
             self.ratio = None
             return
-        steps = 1 if t < self.settings.early_until else self.settings.evaluate_every
-        keep = max(1 - found.examples / ENOUGH_EXAMPLES, self.settings.keep_loss**steps)
+        keep = max(1 - found.examples / self.settings.evaluated_least, self.settings.keep)
         self.loss = found.loss if self.loss is None else keep * self.loss + (1 - keep) * found.loss
-        self.bound_part = self.settings.first_step if t == 0 else self.bound_part
-
-    def rescale(self, factor: float) -> None:
-        """Corrects what was measured with a scale of the loss that has turned out to be too large by this factor."""
-        self.slope *= factor
-        self.loss = None if self.loss is None else self.loss * factor**2
 
     # Bounds -----------------------------------------------------------------------------------------------------------
 
+    def _allowed(self, c: Tensor, Q: Tensor) -> Tensor:
+        return c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
+
     def _allowed_part(self, alpha: float, length: float, slope: float) -> float:
-        """The part of a step that keeps ½dᵀFd within its bound and α ∇LᵀΔ within what the loss allows.
+        """The part of a step that keeps ½dᵀFd within its bound, and −α ∇LᵀΔ within twice the loss.
 
-        F does not contain penalties in the loss, which could make the promised decrease arbitrarily large.
+        The minimum of a quadratic model decreases it by half of −α ∇LᵀΔ, and the loss cannot fall below zero. A slope
+        that promises more comes from something that F does not describe.
         """
-        bound = self._full_bound() * (1.0 if self.bound_part is None else self.bound_part)
+        bound = self._bound() * self.caution
         part = math.sqrt(bound / length) if length > bound else 1.0
-        if self.loss is None or not self.nll_bounded:
-            return part
-        loss = self.last_loss if self.last_loss > self.settings.blow_up * self.loss else self.loss
-        most = self.settings.highest_promise * loss
         promised = -alpha * part * slope
-        return part * most / promised if promised > most else part
+        loss = self._bounding_loss()
+        return part * 2 * loss / promised if promised > 2 * loss else part
 
-    def _full_bound(self) -> float:
+    def _bound(self) -> float:
         """The bound on ½dᵀFd."""
+        loss = self._bounding_loss()
         own = self.settings.bound_nats
-        if self.loss is not None and self.nll_bounded:
-            own = max(self.settings.bound_share * self.loss, min(own, self.settings.bound_late * self.loss))
-        return min(own, self.bound)
+        if math.isfinite(loss):
+            own = max(self.settings.bound_share * loss, min(own, self.settings.bound_late * loss))
+        return min(own, self.most)
+
+    def _bounding_loss(self) -> float:
+        """The averaged loss; infinite if it is unknown, or if its least value is."""
+        return self.loss if self.loss is not None and self.loss >= 0 and self.nll_bounded else math.inf
 
     def _estimated_length(self, c: Parts, slopes: Parts) -> float:
         """½dᵀFd between evaluations: curvature along Δ goes with its slope, along Δ₀ with that of the last step."""
@@ -211,18 +195,16 @@ class AutoRule(AutoState):
     # Undoing ----------------------------------------------------------------------------------------------------------
 
     def blew_up(self, loss: float) -> bool:
-        """Notes the value of the user's loss, and says whether it is far above where it began.
-
-        Evaluations see a part of a batch, not every step, and nothing in a loss beside −log p.
-        """
+        """Whether the loss of the whole batch, which evaluations do not see at every step, is far above the first."""
         self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = loss
         return loss > self.settings.blow_up * max(self.first_loss, self.loss or 0.0) and self.first_loss > 0
 
     def undone(self, t: int) -> None:
-        """After step t was undone: the next starts without momentum, goes less far, and more steps are evaluated."""
-        bound = self._full_bound()
-        self.evaluate_until = t + 1 + self.settings.evaluated_after_undo
-        self.bound_part = max(self.settings.smallest_step, self.length / bound / 4 if bound > 0 else 0.25)
+        """After step t was undone: the next starts without momentum and goes less far, and more steps are evaluated."""
+        bound = self._bound()
+        part = self.settings.cautious
+        self.evaluate_until = t + 1 + self.settings.evaluate_every
+        self.caution = max(1e-6, part * self.length / bound) if bound > 0 else part
+        self.brake *= part
         self.coefficients = {name: x / 2 for name, x in self.coefficients.items()}
         self.length = 0.0

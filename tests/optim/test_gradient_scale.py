@@ -9,7 +9,7 @@ from torch import nn
 
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
-from bprong.optim.auto.gradient_scale import WATCHED, GradientScale
+from bprong.optim.gradient_scale import WATCHED, GradientScale
 from helpers import mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 

@@ -1,0 +1,79 @@
+"""The targets of a step's batches, and whether they fit the loss that was declared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from bprong.capture.batches import Batch
+from bprong.errors import warn
+from bprong.likelihood.families import Likelihood
+from bprong.likelihood.loss import Loss
+
+TOLERANCE = 0.03  # relative, within which a loss is what was declared; bf16 rounds to a part of this
+MOST_CLIPPED = (
+    64  # gradients that became smaller by more than this were scaled for mixed precision, and perhaps clipped
+)
+UNEXPLAINED = 0.1  # the part of a gradient that may come from something other than the declared loss
+
+
+def possible_ratios(calls: int, factor: float) -> list[float]:
+    """What r of each batch may be if the loss is as declared, the most likely first.
+
+    A loss is commonly divided by the number of batches that a step accumulates. factor: what `.grad` was multiplied by
+    since. Clipping comes after the backward pass; but mixed precision multiplies the loss by a power of two, and
+    divides `.grad` by it afterwards, which may be clipped then.
+    """
+    power = -math.log2(factor)
+    scales = [1.0, 1 / factor, *(2.0**n for n in range(int(power), 0, -1))]
+    if abs(power - round(power)) < 1e-3:
+        scales = [1 / factor, 1.0]
+    elif power > math.log2(MOST_CLIPPED):
+        scales = [*scales[2:], *scales[:2]]
+    return [scale * ratio for scale in scales for ratio in (1 / calls, 1.0)]
+
+
+class DeclaredLoss:
+    """Reads the targets of batches, and warns once if they contradict the declared loss."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.warned = False
+
+    def read(self, batches: Sequence[Batch], factor: float) -> list[Batch]:
+        """The batches of a step with their targets; factor: what `.grad` was multiplied by since the backward pass."""
+        ratios = possible_ratios(max(1, len(batches)), factor)
+        found = [batch.read(self.loss, ratios) for batch in batches]
+        reason = None if self.warned else self._contradiction(found, ratios)
+        if reason is not None:
+            self.warned = True
+            warn(f"your loss is not what was declared, {self.loss.name}: {reason}")
+        return [batch for batch in found if batch.counts(self.loss.likelihood)] or found
+
+    def _contradiction(self, batches: Sequence[Batch], ratios: Sequence[float]) -> str | None:
+        read = [batch for batch in batches if batch.left is not None and bool(batch.left.gradient.any())]
+        if not all(self.loss.fits(batch.left.output) for batch in read if batch.left is not None):
+            return "the model does not return log-probabilities. Declare nn.CrossEntropyLoss(), or add nn.LogSoftmax"
+        known = [batch.targets for batch in read if batch.targets is not None]
+        unread = len(known) < len(read)
+        if any(targets.residual > UNEXPLAINED for targets in known) or (unread and self.loss.likelihood.hint):
+            return (
+                f"the gradient at the model's output is not that of such a loss. {self.loss.likelihood.hint}. If the "
+                f"loss has weights for single examples or further terms, nothing needs to be done"
+            )
+        unchecked = type(self.loss.likelihood).hard_targets is Likelihood.hard_targets
+        if unchecked and isinstance(self.loss.given, nn.Module) and not all(batch.given for batch in read):
+            return "that module was not called, so that a factor or another reduction cannot be noticed. Call it"
+        total = sum(targets.ratio for targets in known)
+        # A batch in which no target counts has no ratio, but the loss may have been divided as if it had one.
+        factors = [total / (n * ratio) for ratio in ratios for n in {len(known), len(batches)} if known]
+        if any(math.isclose(factor, 1, rel_tol=TOLERANCE) for factor in factors) or not known:
+            return None
+        other = "mean" if self.loss.sums else "sum"
+        return (
+            f"the gradient at the model's output is {min(factors, key=lambda x: abs(math.log(x))):.4g} times as large. "
+            f'If your loss is a {other} over the batch, declare it with reduction="{other}". If a factor on the loss '
+            f'is intended, nothing needs to be done: lr="auto" takes it into account; a fixed lr is multiplied by it'
+        )
