@@ -82,6 +82,7 @@ class AutoRule(AutoState):
         elif self.ratio is not None and self.ratio > self.settings.well:
             plateau = self.curvature_ratio < self.settings.negligible
             self.lam /= self.settings.raise_lambda**2 if plateau else self.settings.lower_lambda
+        self.lam = min(max(self.lam, 1e-30), 1e30)  # far beyond what matters: it must not vanish in long runs
         return good
 
     # Coefficients -----------------------------------------------------------------------------------------------------
