@@ -12,10 +12,8 @@ from bprong.errors import warn
 from bprong.likelihood.families import Likelihood
 from bprong.likelihood.loss import Loss
 
-TOLERANCE = 0.03  # relative, within which a loss is what was declared; bf16 rounds to a part of this
-MOST_CLIPPED = (
-    64  # gradients that became smaller by more than this were scaled for mixed precision, and perhaps clipped
-)
+TOLERANCE = 0.1  # relative, within which a loss is what was declared; which targets count may be inferred
+MOST_CLIPPED = 64  # gradients that shrank by more were scaled for mixed precision, and perhaps clipped
 UNEXPLAINED = 0.1  # the part of a gradient that may come from something other than the declared loss
 
 
