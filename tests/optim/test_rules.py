@@ -94,10 +94,9 @@ def test_the_state_and_the_numbers_of_a_rule_are_those_of_the_optimizer():
 
 
 def test_a_rule_that_undoes_its_last_update_ends_the_step():
-    """`undoes` says that a rule can; the optimizer then asks it before it measures anything."""
+    """The optimizer asks a rule before it measures anything."""
 
     class Undoing(PlainDescent):
-        undoes = True
         blown_up = False
 
         def undo_if_blown_up_(self, gradients):

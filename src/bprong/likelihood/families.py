@@ -150,11 +150,6 @@ class Likelihood(ABC):
         """Which of the data's targets are not marked as ignored; None if this likelihood has no such mark."""
         return None
 
-    def any_counts(self, y: Tensor) -> bool:
-        """Whether any of the data's targets is not marked as ignored."""
-        counted = self.not_ignored(y)
-        return counted is None or bool(counted.any())
-
     def class_dim(self, output: Tensor, gradient: Tensor) -> int | None:
         """The dimension of the classes, by the gradient, if the output must be laid out as (B, positions, classes)."""
         return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss
 from bprong.linalg.moments import to_float64
 
@@ -105,9 +106,10 @@ def read_targets(
     f = output.detach().to(torch.promote_types(output.dtype, torch.float32))
     G = gradient.detach().to(f.dtype)
     laid_out = [likelihood.laid_out(y, output) for y in given]
-    known = [Targets(loss, y, _mask(likelihood.not_ignored(y)), assumed[0]) for y in laid_out if y is not None]
+    known = [Targets(loss, y, nontrivial(likelihood.not_ignored(y)), assumed[0]) for y in laid_out if y is not None]
     if not bool(G.any()):  # nothing can be read off zeros: no target counts, or all are predicted with certainty
-        return next((targets for targets in known if likelihood.any_counts(targets.y)), None)
+        masks = [likelihood.not_ignored(targets.y) for targets in known]
+        return next((t for t, mask in zip(known, masks, strict=True) if mask is None or mask.any()), None)
     found = [targets.fitted(f, G) for targets in known]
     if not any(one.residual <= tolerance for one in found):
         found += _hard_targets(loss, f, G, tolerance)
@@ -117,16 +119,12 @@ def read_targets(
     return _soft_targets(loss, f, G, assumed, 10 * tolerance) or best
 
 
-def _mask(counted: Tensor | None) -> Tensor | None:
-    return None if counted is None or bool(counted.all()) or not bool(counted.any()) else counted
-
-
 def _hard_targets(loss: Loss, f: Tensor, G: Tensor, tolerance: float) -> list[Targets]:
     """Hard labels from the signs of G, without what label smoothing adds to G."""
     y = loss.likelihood.hard_targets(f, G)
     if y is None:
         return []
-    first = Targets(loss, y, _mask(loss.likelihood.counted_in(f, G))).fitted(f, G)
+    first = Targets(loss, y, nontrivial(loss.likelihood.counted_in(f, G))).fitted(f, G)
     smoothing = loss.smoothing(f, y)
     if first.residual <= tolerance or smoothing is None:
         return [first]
@@ -144,5 +142,5 @@ def _soft_targets(loss: Loss, f: Tensor, G: Tensor, assumed: Sequence[float], to
         kappa = ratio * loss.multiple(part, part, loss.sums) / loss.likelihood.targets(part)
         y = loss.likelihood.targets_behind(f, G / kappa, tolerance)
         if y is not None:
-            return Targets(loss, y, _mask(counted), ratio, effective=True)
+            return Targets(loss, y, nontrivial(counted), ratio, effective=True)
     return None

@@ -188,7 +188,7 @@ class BPRONG(Optimizer):
             self._forget()
             return loss
         gradients = self._with_batches(gradients)
-        if self._rule.undoes and self._rule.undo_if_blown_up_(gradients):
+        if self._rule.undo_if_blown_up_(gradients):
             self._forget()
             return loss
         start = time.perf_counter()
@@ -254,7 +254,7 @@ class BPRONG(Optimizer):
         if self._refused >= PATIENCE:
             raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
         # Two in a row are not one bad batch but a bad step.
-        undone = self._rule.undoes and self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
+        undone = self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
         warn(f"{message}; {'the last update was undone' if undone else 'nothing was changed'}")
         return False
 

@@ -52,12 +52,10 @@ class StepRule(ABC):
 
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
     keeps_every_batch:  whether the rule reads the batches of every step, not only of those with a refresh
-    undoes:             whether the rule can undo its last update
     """
 
     early_steps: tuple[int, ...] = ()
     keeps_every_batch: bool = False
-    undoes: bool = False
 
     def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it, as without `first_measured`
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
@@ -78,11 +76,11 @@ class StepRule(ABC):
 
         Called before statistics are measured, so that nothing is measured at a bad point.
         """
-        raise NotImplementedError
+        return False
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, because gradients have repeatedly not been finite."""
-        raise NotImplementedError
+        return False
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """What outlives a step, tensors by the order of the parameters: tensors and plain values only."""

@@ -162,16 +162,15 @@ class Whitening:
     # Measuring --------------------------------------------------------------------------------------------------------
 
     def _measure(self, batches: Sequence[Batch], centred: Centred, verify: bool) -> dict[str, LayerMoments]:
-        """The moments of these layers over all batches since the last step in which a target counts.
+        """The moments of these layers over all batches since the last step.
 
         verify: find out whether every use of their weights is recorded
         """
         masks = [batch.counted(self._likelihood) for batch in batches]
-        chosen = [i for i, mask in enumerate(masks) if mask is None or mask.any()] or range(len(batches))
-        masked = any(nontrivial(masks[i]) is not None for i in chosen)
+        masked = any(nontrivial(mask) is not None for mask in masks)
         found = self.recorded or [
-            self._measure_batch(i, batches[i], masks[i] if masked else None, centred, verify and i == chosen[0])
-            for i in chosen
+            self._measure_batch(i, batch, mask if masked else None, centred, verify and i == 0)
+            for i, (batch, mask) in enumerate(zip(batches, masks, strict=True))
         ]
         return {name: merged([batch[name] for batch in found]) for name in centred}
 

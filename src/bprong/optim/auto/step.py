@@ -38,7 +38,6 @@ class Automatic(StepRule):
 
     early_steps = SETTINGS.early_refreshes
     keeps_every_batch = True
-    undoes = True
 
     def __init__(
         self,
