@@ -143,8 +143,17 @@ class Likelihood(ABC):
         return mask if mask.any() else None
 
     def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """Which targets the user's loss counts: those with a gradient at the output, (...) for (..., m)."""
-        return (gradient != 0).any(dim=-1) if gradient.ndim > 1 else gradient != 0
+        """Which targets the user's loss counts, (...) for (..., m): those that have a gradient, or need none."""
+        reached = self.any_element(gradient != 0)
+        return reached if bool(reached.all()) else reached | self.certain(output)
+
+    def any_element(self, mask: Tensor) -> Tensor:
+        """Which targets have any element in a mask that is shaped like the output."""
+        return mask.any(dim=-1) if mask.ndim > 1 else mask
+
+    def certain(self, output: Tensor) -> Tensor:
+        """Which targets are predicted with certainty, so that a loss that counts them leaves no gradient."""
+        return output.new_zeros((), dtype=torch.bool)
 
     def not_ignored(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as ignored; None if this likelihood has no such mark."""
@@ -228,10 +237,8 @@ class Categorical(Likelihood):
                 f"these lie in {int(classes.min())} … {int(classes.max())}"
             )
 
-    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """Also those without a gradient that are predicted with certainty."""
-        certain = output.amax(dim=-1) - output.logsumexp(dim=-1) > -CERTAIN
-        return super().counted_in(output, gradient) | certain
+    def certain(self, output: Tensor) -> Tensor:
+        return output.amax(dim=-1) - output.logsumexp(dim=-1) > -CERTAIN
 
     def not_ignored(self, y: Tensor) -> Tensor | None:
         return y.any(dim=-1) if y.is_floating_point() else y != self.ignore_index
@@ -296,8 +303,8 @@ class _Elementwise(Likelihood):
     def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
         return y.reshape(output.shape).to(output.dtype) if y.numel() == output.numel() else None
 
-    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
-        return (gradient != 0).flatten(1).any(dim=1) if output.ndim > 3 else super().counted_in(output, gradient)
+    def any_element(self, mask: Tensor) -> Tensor:
+        return mask.flatten(1).any(dim=1) if mask.ndim > 3 else super().any_element(mask)
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         if y.shape != output.shape:
@@ -322,10 +329,8 @@ class Bernoulli(_Elementwise):
         p = output.sigmoid()
         return p * (1 - p)
 
-    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """Also those without a gradient whose bits are predicted with certainty."""
-        certain = (output.abs() > -math.log(CERTAIN)).to(output)
-        return super().counted_in(output, gradient) | ~super().counted_in(output, 1 - certain)
+    def certain(self, output: Tensor) -> Tensor:
+        return ~self.any_element(output.abs() <= -math.log(CERTAIN))
 
     def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor:
         """The gradient, ∝ p − y, is negative where y is one."""
