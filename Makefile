@@ -4,7 +4,11 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 
-.PHONY: test check format reproduce clean
+# Other people's packages have an environment of their own: `make test` needs none of them.
+ECOSYSTEM       := .venv-ecosystem
+ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
+
+.PHONY: test test-ecosystem check format reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -13,6 +17,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+$(ECOSYSTEM_STAMP): pyproject.toml constraints.txt constraints-ecosystem.txt
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--constraint constraints-ecosystem.txt --editable '.[ecosystem]'
+	touch $@
+
+test-ecosystem: $(ECOSYSTEM_STAMP)
+	$(ECOSYSTEM)/bin/python -m pytest -n 2 tests/ecosystem
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -28,4 +41,4 @@ reproduce: $(STAMP)
 	$(BIN)/bprong reproduce --resume
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(ECOSYSTEM) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -1,6 +1,7 @@
 """Benchmarks: one script per question, run as `python benchmarks/NAME.py` or `python -m benchmarks.NAME`.
 
     step_price              what a step of BPRONG costs, in steps of SGD; time shares, final loss, memory
+    statistics_price        time and memory of measuring the statistics, beside the user's own pass
     width_cost              cost of a step and of a refresh against width, depth and batch size
     loop_speed              how much of a hand-written loop's speed the experiment's training loop keeps
     coverage_check          whether `bprong.coverage` predicts memory and cost

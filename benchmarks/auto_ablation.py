@@ -119,7 +119,6 @@ VARIANTS: dict[str, list[Change]] = {
     "no lower bound on D": [{"negligible": 0.0}],
     "no early refreshes": [(Automatic, "early_steps", ())],
     "no sampling error in ε": [{"sampling": 0.0}],
-    "no relative damping": [{"variance_spread": 1e300}],
     "no averages of α, β, μ": [(AutoRule, "_averaged", averaged_over_all)],
     "α not clamped": [(AutoRule, "_averaged", plain_average)],
     "no undo": [{"blow_up": 1e300}, (AutoRule, "update_damping", never_undone)],

@@ -18,9 +18,9 @@ def invertible(shape, seed):
 
 def moved(layer, seed=0):
     """The layer in some other coordinates."""
-    layer.rewhiten_forward_(invertible(layer.U.shape, seed), torch.randn(layer.c.shape, dtype=f64) * layer.centred)
+    layer.rewhiten_("forward", invertible(layer.U.shape, seed), torch.randn(layer.c.shape, dtype=f64) * layer.centred)
     if layer.R is not None:
-        layer.rewhiten_backward_(invertible(layer.R.shape, seed + 1))
+        layer.rewhiten_("backward", invertible(layer.R.shape, seed + 1))
     return layer
 
 

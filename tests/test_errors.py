@@ -120,14 +120,6 @@ def test_a_warning_of_an_optimizer_points_at_the_call_of_step_through_all_wrappe
     assert found == expected
 
 
-def test_a_warning_about_a_checkpoint_points_at_the_call_of_load_state_dict():
-    model = mlp(5, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
-    state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
-    found, expected = warning_of(partial(optimizer.load_state_dict, state))
-    assert found == expected
-
-
 def test_the_exceptions_can_be_caught_as_those_of_python_and_torch():
     assert issubclass(WhiteningError, RuntimeError)
     assert issubclass(WhiteningWarning, UserWarning)

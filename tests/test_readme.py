@@ -38,7 +38,7 @@ def test_the_public_names_are_the_documented_ones():
     assert sorted(bprong.__all__) == sorted(
         [
             *("BPRONG", "PRONG", "Damping", "Likelihood", "Rewhitening", "WhitenedConv2d", "WhitenedLinear"),
-            *("WhiteningError", "WhiteningWarning", "audit", "coverage", "fold", "whiten_"),
+            *("WhiteningError", "WhiteningWarning", "audit", "coverage", "fold", "register", "whiten_"),
         ]
     )
     assert all(hasattr(bprong, name) for name in bprong.__all__)

@@ -2,6 +2,7 @@
 
 from bprong.audit import audit
 from bprong.capture.coverage import coverage
+from bprong.capture.register import register
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
@@ -23,6 +24,7 @@ __all__ = [
     "audit",
     "coverage",
     "fold",
+    "register",
     "whiten_",
 ]
 __version__ = "0.1.0"

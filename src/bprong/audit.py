@@ -10,7 +10,6 @@ over x.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from bprong.capture.backprop import errors_of, roots_of
-from bprong.capture.batches import without_listening
-from bprong.capture.measure import recorded_run
-from bprong.capture.weights import weight_matrix_of
+from bprong.capture.output import Output
+from bprong.capture.own_pass import recorded_run
+from bprong.capture.weights import WeightMatrix, weight_matrix_of
 from bprong.checks import takes_loss
 from bprong.likelihood.loss import Declaration, declared_loss
 from bprong.linalg.moments import finite, float64_copy
@@ -83,39 +82,39 @@ def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tup
 def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFactors]:
     """The factors of every layer for one root after the other, as the backward passes deliver them."""
     likelihood = declared_loss(loss).likelihood
-    layers = {
-        name: m
+    weights = [
+        weight_matrix_of(name, m)
         for name, m in model.named_modules()
         if type(m) is nn.Linear
         or (isinstance(m, WhitenedLinear) and not m.forward_blocks.lead and not m.backward_blocks.lead)
-    }
-    if not layers:
+    ]
+    if not weights:
         raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
-    weights = [weight_matrix_of(name, layer) for name, layer in layers.items()]
-    with without_listening(), recorded_run(model, weights, x, seed=0, errors=True) as (output, calls):
-        likelihood.check(output)
-        z_bars = {call.weight.name: _own_inputs(layers[call.weight.name], call.z) for call in calls}
+    with recorded_run(model, weights, x, seed=0, errors=True) as (parts, calls):
+        output = Output.of(parts)
+        likelihood.check(output.values)
+        z_bars = {call.weight.name: _own_inputs(call.weight, call.z) for call in calls}
         if len(z_bars) != len(calls):
             raise ValueError(
                 "a layer is called more than once in a forward pass; the audit supports one call of each layer"
             )
-        for call, errors in errors_of(output, calls, roots_of(output, None, likelihood, "exact")):
+        for call, errors in errors_of(output, calls, roots_of(output.values, None, likelihood, "exact")):
             z_bar = z_bars[call.weight.name]
-            R = getattr(layers[call.weight.name], "R", None)
+            R = getattr(call.weight.module, "R", None)
             delta = float64_copy(errors) if R is None else float64_copy(errors) @ float64_copy(R).T
             if not (finite(z_bar) and finite(delta)):
                 raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
             yield FisherFactors(
-                call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), likelihood.targets(output)
+                call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), likelihood.targets(output.values)
             )
 
 
-def _own_inputs(layer: nn.Module, z: Tensor) -> Tensor:
+def _own_inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
     """z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
     z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
-    if isinstance(layer, WhitenedLinear):
-        z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
-    return z if layer.bias is None else torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
+    if isinstance(weight.module, WhitenedLinear):
+        z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
+    return z if weight.bias is None else torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -184,8 +183,10 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if parameters <= EXACT_UP_TO:
         found = fisher_factors(model, x, loss)
-        sizes = [layer.parameters for layer in found]
-        matrices = {kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(found).items()}
+        matrices = {
+            kind: matrix_measures(G, [layer.parameters for layer in found], eps)
+            for kind, G in fisher_matrices(found).items()
+        }
     else:
         matrices = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
     return {
@@ -204,4 +205,4 @@ def block_eigenvalues(sides: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _distance_from_white(second: Tensor) -> float:
-    return float((second - torch.ones_like(second[0]).diag()).norm()) / math.sqrt(len(second))
+    return float((second - torch.ones_like(second[0]).diag()).norm() / len(second) ** 0.5)

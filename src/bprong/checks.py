@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
@@ -45,7 +44,7 @@ def is_wrapper(module: nn.Module) -> bool:
     """Whether a module wraps a model to train it on several devices."""
     # FSDP is recognised by name, because importing torch.distributed.fsdp takes seconds.
     sharded = any("FSDP" in kind.__name__ or "FullySharded" in kind.__name__ for kind in type(module).__mro__)
-    return sharded or isinstance(module, (DataParallel, DistributedDataParallel))
+    return sharded or isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
 
 
 def number(kind: str, value: float, least: float, below: float = math.inf) -> float:

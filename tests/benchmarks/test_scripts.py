@@ -58,6 +58,7 @@ def test_a_log_resumes(tmp_path):
         ("continuous.csv", "continuous_whitening"),
         ("cost.csv", "width_cost"),
         ("layers.csv", "layer_races"),
+        ("statistics-price.csv", "statistics_price"),
         ("sweep.csv", "damping_sweep"),
     ],
 )
@@ -82,7 +83,11 @@ def test_interleaved_calls_stop_when_the_budget_is_spent_but_not_before_the_leas
     assert order == ["a", "a"]
 
 
-@pytest.mark.parametrize("module", [command_line, rows, tables, timing, training], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [command_line, rows, tables, timing, training, importlib.import_module("statistics_price")],
+    ids=lambda module: module.__name__,
+)
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -116,3 +121,30 @@ def test_a_quick_run_writes_rows_and_is_not_repeated(tmp_path, capsys):
     assert written.count("\n") == 1 + 6  # lr="auto" and five learning rates of Adam
     script.main(arguments)
     assert (tmp_path / "auto-many.csv").read_text() == written
+
+
+def test_the_price_of_statistics_is_measured_for_two_codes_in_turns(tmp_path, capsys):
+    before = tmp_path / "before"
+    before.mkdir()
+    (before / "src").symlink_to(ROOT / "src")
+    script = importlib.import_module("statistics_price")
+    arguments = ["--quick", "--threads", "1", "--only", "transformer", "--out", str(tmp_path)]
+    script.main([*arguments, "--before", str(before)])
+    measured = rows.read(tmp_path / "statistics-price.csv", script.Row)
+    memory = [row for row in measured if row.measure == "megabytes"]
+    assert [(row.measure, row.code, row.round) for row in measured] == [
+        *(("megabytes", code, 0) for code in ("before", "now")),
+        *(("milliseconds", code, i) for i in range(2) for code in ("before", "now")),
+    ]
+    assert memory[0].user == memory[1].user > 0  # what is allocated does not depend on the moment
+    assert capsys.readouterr().out.count("| transformer |") == 3  # one line for time, two for memory
+    with pytest.raises(SystemExit):
+        script.main([*arguments, "--before", str(tmp_path / "missing")])
+
+
+def test_peaks_of_memory_are_those_of_the_last_step_above_what_is_live_before_it():
+    script = importlib.import_module("statistics_price")
+    events = [("pass", 0), ("[memory]", 4_000_000), ("[memory]", -4_000_000), ("step", 0), ("[memory]", 1_000_000)]
+    assert script.peaks_of(events) == script.Peaks(live=0.0, passes=4.0, step=1.0, garbage=0.0)
+    again = [*events, ("collect", 0), ("[memory]", -250_000), ("collected", 0), *events]
+    assert script.peaks_of(again) == script.Peaks(live=0.75, passes=4.0, step=1.0, garbage=0.25)

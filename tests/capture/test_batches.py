@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.capture.batches import Batch, Batches, Listener, OutputGradient, Subset, copied, examples, without_listening
+from bprong.capture.batches import Batch, OutputGradient, Subset, copied, examples
+from bprong.capture.output import Head
+from bprong.capture.own_pass import own_pass
+from bprong.capture.passes import Batches, Listener
 from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, mlp
 from layered import stepped
@@ -22,7 +25,8 @@ IGNORED = y.masked_fill(torch.arange(6) == 1, -100)
 
 
 def listening(model, loss="cross_entropy", **options):
-    return Batches(model, declared_loss(loss), **options)
+    declared = declared_loss(loss)
+    return Batches(model, declared, Head(None, declared.functions), **options)
 
 
 # Which targets count --------------------------------------------------------------------------------------------------
@@ -62,7 +66,7 @@ def test_training_calls_are_kept_in_order_until_they_are_forgotten():
     F.cross_entropy(model(input=x + 1), y).backward()
     with torch.no_grad():
         model(x)
-    with without_listening():
+    with own_pass():
         model(x)
     model.eval()(x)
     first, second = (batch.read(batches.loss) for batch in batches.seen())
@@ -75,11 +79,11 @@ def test_training_calls_are_kept_in_order_until_they_are_forgotten():
     assert batches.seen() == []
 
 
-def test_calls_that_no_backward_pass_reached_count_only_if_there_is_no_other():
+def test_calls_that_no_backward_pass_reached_do_not_count():
     model = mlp(4, 3)
     batches = listening(model)
     model(x)
-    assert len(batches.seen()) == 1
+    assert batches.seen() == []
     F.cross_entropy(model(x + 1), y).backward()
     model(x + 2)
     (batch,) = batches.seen()
@@ -91,22 +95,29 @@ def test_only_calls_whose_gradients_were_set_to_zero_are_forgotten():
     batches = listening(model)
     F.cross_entropy(model(x), y).backward()
     waiting = F.cross_entropy(model(x + 1), y)
-    batches.forget_reached()
+    model.zero_grad()
     waiting.backward()
     (batch,) = batches.seen()
     assert torch.equal(batch.x.args[0], x + 1)
 
 
-def test_nothing_is_kept_unless_it_is_wanted():
+def test_nothing_is_read_unless_it_is_wanted():
     model = mlp(4, 3)
     criterion = nn.CrossEntropyLoss()
-    batches = listening(model, criterion, wanted=False)
+    batches = listening(model, criterion, reads=False)
     criterion(model(x), y).backward()
-    batches.observe(x)
     assert batches.seen() == []
-    batches.listener.wanted = True
-    model(x)
+    batches.reads = True
+    criterion(model(x), y).backward()
     assert len(batches.seen()) == 1
+
+
+def test_arguments_are_kept_only_if_they_are_wanted():
+    model = mlp(4, 3)
+    batches = listening(model, keeps=False)
+    F.cross_entropy(model(x), y).backward()
+    (batch,) = batches.seen()
+    assert batch.x is None
 
 
 def test_a_batch_that_was_changed_in_place_raises_an_error():
@@ -171,7 +182,7 @@ def test_targets_of_validation_are_not_kept():
     loss = criterion(model(x), y)
     with torch.no_grad():
         criterion(model(x), 2 - y)
-    with without_listening():
+    with own_pass():
         criterion(model(x), 2 - y)
     loss.backward()
     (batch,) = batches.seen()
@@ -323,7 +334,7 @@ def test_a_model_and_a_loss_that_were_copied_without_their_optimizer_keep_nothin
     other_model, other_criterion = clone((model, criterion))
     other_criterion(other_model(x), y).backward()
     assert batches.seen() == []
-    assert all(listener.last is None for listener in listeners(other_model) + listeners(other_criterion))
+    assert all(listener.owner is None for listener in listeners(other_model) + listeners(other_criterion))
     new = listening(other_model, other_criterion)  # which removes what was copied
     assert listeners(other_model) == [new.listener] * 2
     assert listeners(other_criterion) == [new.listener]

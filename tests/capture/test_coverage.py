@@ -210,4 +210,4 @@ print(layers["0"].forward.factor.inverse.shape, layers["2"].backward.factor.inve
 def test_fifty_thousand_inputs_and_outputs_fit():
     done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "torch.Size([200, 250, 250]) torch.Size([200, 250, 250])"
+    assert done.stdout.strip() == "torch.Size([150, 334, 334]) torch.Size([150, 334, 334])"

@@ -127,7 +127,7 @@ def test_an_output_without_a_tensor_is_refused():
             self.layer(x)
             return "positive"
 
-    with pytest.raises(TypeError, match="must be, carry or begin with a tensor, not str"):
+    with pytest.raises(TypeError, match="must be computed from a tensor that the model returns, not a str"):
         measure(Text(), torch.zeros(1, 3))
 
 
@@ -217,7 +217,7 @@ def test_the_error_for_a_mapping_without_logits_lists_its_keys():
         def forward(self, x):
             return {"scores": self.layer(x)}
 
-    with pytest.raises(TypeError, match=r"without \"logits\"; it has \['scores'\]"):
+    with pytest.raises(TypeError, match="The model returns scores. Name it with output="):
         measure(Named(), torch.randn(4, 5))
 
 

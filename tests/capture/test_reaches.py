@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bprong.capture.batches import reaches
+from bprong.capture.passes import reaches
 
 PASSES = {
     "backward": (lambda f, x, w: f.sum().backward(), True),

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bprong import Damping, WhiteningError
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.moments import Moments, input_moments
-from bprong.network.continuous import DRIFT, Track, centred_rows, damping_rows
-from bprong.network.coordinates import Change, NearIdentity, Quotient
+from bprong.network.continuous import DRIFT, Track, centred_rows, damping_rows, near_identity
+from bprong.network.coordinates import Change, quotient
 from helpers import EPS, assert_close, spd
 
 EYE = torch.eye(8, dtype=torch.float64)
@@ -33,7 +33,7 @@ def added(epsilon, mu, turn):
 def multiplier(U, V, mu, epsilon=0.0, turn=0):
     """T of the step from U by rows V and the damping of that turn."""
     damped = damping_rows(U, torch.full((len(U),), epsilon, dtype=torch.float64), mu, turn)
-    return NearIdentity.whitening(torch.cat([V @ U.T, damped]), mu)
+    return near_identity(torch.cat([V @ U.T, damped]), mu)
 
 
 def relative_step(U, V, mu, epsilon=0.0, turn=0):
@@ -189,13 +189,13 @@ def test_optimizer_state_is_transformed_as_by_an_exact_change(rule):
     U = root(spd(8))
     c = randn(8)
     V, c_new = centred_rows(randn(4, 8, seed=3), c, 0.3)
-    T = NearIdentity.whitening(V @ U.T, 0.3)
+    T = near_identity(V @ U.T, 0.3)
     s = U @ (c_new - c)
     R = root(spd(5))
-    T_R = NearIdentity.whitening(randn(3, 5) @ R.T, 0.3)
+    T_R = near_identity(randn(3, 5) @ R.T, 0.3)
     for ours, exact in (
-        (Change(T, Blocks(8), s), Change(Quotient(U, T.times(U)), Blocks(8), s)),
-        (Change(T_R, Blocks(5)), Change(Quotient(R, T_R.times(R)), Blocks(5))),
+        (Change(T, Blocks(8), s), Change(quotient(U, T.times(U)), Blocks(8), s)),
+        (Change(T_R, Blocks(5)), Change(quotient(R, T_R.times(R)), Blocks(5))),
     ):
         for moved, expected in zip(getattr(ours, rule)(W, b), getattr(exact, rule)(W, b), strict=True):
             assert_close(moved, expected, 1e-10)
@@ -205,5 +205,5 @@ def test_a_step_costs_three_products_of_n_d_squared():
     d = 1000
     U = torch.eye(d, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
-        NearIdentity.whitening(randn(10, d) @ U.T, 0.25).times(U)
+        near_identity(randn(10, d) @ U.T, 0.25).times(U)
     assert counter.get_total_flops() / (2 * 10 * d**2) == pytest.approx(3, rel=0.05)

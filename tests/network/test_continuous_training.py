@@ -14,7 +14,6 @@ from bprong import Damping, WhiteningWarning
 from bprong.linalg.damped_inverse import root_of
 from bprong.linalg.moments import input_moments
 from bprong.network.continuous import centred_rows
-from bprong.network.coordinates import NearIdentity
 from bprong.network.layers import WhitenedLayer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 
@@ -89,7 +88,7 @@ def test_the_path_under_momentum_is_that_of_exact_changes_of_coordinates(monkeyp
 
     monkeypatch.setattr(WhitenedLayer, "rewhiten_", exactly)
     train(*exact, x, y, 60)
-    assert sum(isinstance(T, NearIdentity) for T in multipliers) > 200
+    assert sum(T is not None for T in multipliers) > 200
     for one, other in zip(layers_of(ours[0]), layers_of(exact[0]), strict=True):
         assert_close(one.weight, other.weight, 1e-9)
         assert_close(one.bias, other.bias, 1e-9)

@@ -151,7 +151,7 @@ def test_memory_format_and_dtype_are_kept():
 def test_coordinates_of_another_shape_are_refused():
     layer = WhitenedConv2d(2, 4, 3, groups=2)
     with pytest.raises(ValueError, match=r"U of this layer must have shape \(2, 9, 9\), not \(9, 9\)"):
-        layer.rewhiten_forward_(torch.eye(9), layer.c)
+        layer.rewhiten_("forward", torch.eye(9), layer.c)
 
 
 def test_frozen_parameters_and_eval_mode_are_kept():

@@ -139,7 +139,7 @@ def test_without_a_trainable_bias_nothing_is_centred():
     assert model[2].c.any()
     assert_close(model(x), before, 1e-10)
     with pytest.raises(ValueError, match="c must stay 0"):
-        model[0].rewhiten_forward_(model[0].U, torch.ones_like(model[0].c))
+        model[0].rewhiten_("forward", model[0].U, torch.ones_like(model[0].c))
 
 
 def test_the_audit_covers_linear_layers_only():

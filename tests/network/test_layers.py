@@ -23,9 +23,9 @@ def invertible(d, seed, dtype=torch.float64):
 
 def moved(layer, seed=0):
     """The layer in some other coordinates."""
-    layer.rewhiten_forward_(invertible(layer.in_features, seed), torch.randn(layer.in_features) * layer.centred)
+    layer.rewhiten_("forward", invertible(layer.in_features, seed), torch.randn(layer.in_features) * layer.centred)
     if layer.R is not None:
-        layer.rewhiten_backward_(invertible(layer.out_features, seed + 1))
+        layer.rewhiten_("backward", invertible(layer.out_features, seed + 1))
     return layer
 
 
@@ -58,7 +58,7 @@ def test_a_forward_only_layer_has_no_R():
     assert layer.R is None
     assert set(layer.state_dict()) == {"weight_dagger", "bias_dagger", "U", "c"}
     with pytest.raises(ValueError, match="forward-only"):
-        layer.rewhiten_backward_(torch.eye(3))
+        layer.rewhiten_("backward", torch.eye(3))
 
 
 def test_parameters_and_buffers_have_the_documented_names():
@@ -88,7 +88,7 @@ def test_under_bfloat16_autocast_it_computes_what_the_stock_layer_does():
     linear = nn.Linear(64, 32)
     layer = WhitenedLinear.from_stock(linear)
     z = torch.randn(100, 64)
-    layer.rewhiten_forward_(root_of(input_moments(z).second, 0.1).matrix, z.mean(0))
+    layer.rewhiten_("forward", root_of(input_moments(z).second, 0.1).matrix, z.mean(0))
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(z)
         out.float().square().mean().backward()
@@ -178,11 +178,11 @@ def test_impossible_coordinates_are_refused_and_nothing_changes():
     layer = moved(WhitenedLinear(4, 3, bias=False))
     before = snapshot(layer)
     with pytest.raises(ValueError, match="c must stay 0"):
-        layer.rewhiten_forward_(torch.eye(4), torch.ones(4))
+        layer.rewhiten_("forward", torch.eye(4), torch.ones(4))
     with pytest.raises(WhiteningError, match="cannot be inverted"):
-        layer.rewhiten_forward_(torch.zeros(4, 4), torch.zeros(4))
+        layer.rewhiten_("forward", torch.zeros(4, 4), torch.zeros(4))
     with pytest.raises(WhiteningError, match="cannot be inverted"):
-        layer.rewhiten_backward_(torch.zeros(3, 3))
+        layer.rewhiten_("backward", torch.zeros(3, 3))
     assert_unchanged(before, snapshot(layer))
 
 

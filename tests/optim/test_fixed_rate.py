@@ -55,8 +55,8 @@ def test_with_identity_factors_it_is_torchs_sgd(momentum, nesterov):
         forward_damping=huge,
         backward_damping=huge,
         every=3,
-        options=EXACT,
-        **settings,
+        momentum=momentum,
+        options=EXACT | {"nesterov": nesterov},
     )
     train(ours, optimizer, batches(x, y, 20, 10))
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, **settings), batches(x, y, 20, 10))

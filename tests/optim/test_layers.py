@@ -99,7 +99,8 @@ def test_bf16_autocast(problem):
         found.append(optimizer._whitening.layers)
     for name, layer in found[0].items():
         for ours, expected in zip(layer.sides, found[1][name].sides, strict=True):
-            assert_close(ours.factor.inverse, expected.factor.inverse, 1e-6, f"{name} {ours.name}")
+            assert ours.factor.dtype is torch.float32
+            assert_close(ours.moments.second, expected.moments.second, 5e-2, f"{name} {ours.name}")
 
 
 @both
@@ -263,8 +264,9 @@ class Read(nn.Module):
 @both
 def test_a_layer_that_receives_no_statistics(problem):
     model = Read(problem).double()
-    before = snapshot(model)
-    named = {"conv": "'read'", "transformer": "'read.q', 'read.k', 'read.v'"}[problem]
-    with pytest.raises(RuntimeError, match=f"no statistics reached {named}: not called"):
-        train(model, build(model), data(problem, 1))
-    assert_unchanged(before, snapshot(model))
+    optimizer = build(model)
+    named = {"conv": ["read"], "transformer": ["read.q", "read.k", "read.v"]}[problem]
+    with pytest.warns(bprong.WhiteningWarning) as said:
+        train(model, optimizer, data(problem, 1))
+    assert all("follows the fallback rule" in str(one.message) for one in said)
+    assert set(named) <= set(optimizer._whitening.demoted)

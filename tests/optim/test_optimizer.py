@@ -46,7 +46,7 @@ def test_the_papers_network(kind, momentum, nesterov):
     options = {"average": 0.0} | ({"fisher": "exact"} if two_sided else {})
     rewhitening = bprong.Rewhitening(whitened, sgd, "cross_entropy", **options, **damping, **schedule)
     optimizer = kind(
-        plain, "cross_entropy", lr=lr, momentum=momentum, nesterov=nesterov, options=options | schedule, **damping
+        plain, "cross_entropy", lr=lr, momentum=momentum, options=options | schedule | {"nesterov": nesterov}, **damping
     )
     for xb, yb in batches(x, y, 20, 200):
         rewhitening.step(xb)
@@ -102,7 +102,7 @@ def test_torch_compile(given, backend):
 
 
 def test_bf16_autocast():
-    """The optimizer's own pass measures in float32, also if the user's pass is under autocast."""
+    """Statistics are those of the user's pass, up to its rounding; factors are in float32."""
     model = mlp(5, 16, 3, dtype=torch.float32)
     x, y = classification(60, 5, 3, dtype=torch.float32)
     found = []
@@ -115,7 +115,8 @@ def test_bf16_autocast():
         optimizer.step()
         found.append(optimizer._whitening.layers["0"])
     for ours, expected in zip(found[0].sides, found[1].sides, strict=True):
-        assert_close(ours.factor.inverse, expected.factor.inverse, 1e-6, ours.name)
+        assert ours.factor.dtype is torch.float32
+        assert_close(ours.factor.inverse, expected.factor.inverse, 1e-2, ours.name)
 
 
 def test_grad_scaler_with_a_skipped_step():
@@ -246,10 +247,9 @@ def test_a_layer_that_receives_no_statistics():
     model = ByHand()
     x, y = classification(20, 5, 3, dtype=torch.float32)
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
-    before = snapshot(model)
-    with pytest.raises(RuntimeError, match="no statistics reached 'read'"):
+    with pytest.warns(bprong.WhiteningWarning, match="layer 'read' follows the fallback rule"):
         train(model, optimizer, [(x, y)])
-    assert_unchanged(before, snapshot(model))
+    assert list(optimizer._whitening.layers) == ["called"]
 
 
 # The loop -------------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_averaged_model():
     assert_close(averaged.module[0].weight, torch.stack(seen).mean(0), 1e-12)
     averaged.module.train()(x).sum().backward()  # the copy's hook keeps nothing
     hook = next(iter(averaged.module._forward_pre_hooks.values()))
-    assert hook.last is None
+    assert hook.__self__.owner is None
 
 
 def test_clip_grad_norm():

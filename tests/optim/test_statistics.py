@@ -80,18 +80,6 @@ def test_numbers_are_read_off_a_gradient_of_the_declared_scale():
     assert_close(layer_of(optimizer).backward.moments.second, delta.T @ delta / 20, 1e-12)
 
 
-def test_targets_are_cut_with_their_batch():
-    x, y = classification(40, 5, 3)
-    model = mlp(5, 3)
-    optimizer = bprong.BPRONG(
-        model, "cross_entropy", lr=0.1, options={"fisher": "empirical", "average": 0.0, "examples": 10}
-    )
-    optimizer.observe(x, y)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    assert layer_of(optimizer).backward.moments.weight == 10
-
-
 def test_micro_batches_draw_targets_of_their_own():
     """Two equal micro-batches: if they drew the same targets, D would be that of one of them."""
     x, y = classification(20, 5, 3)
@@ -173,19 +161,12 @@ def test_outputs_that_contain_the_tensor(wrap):
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT)
     for _ in range(2):
         optimizer.zero_grad()
-        model(x)
-        F.cross_entropy(model.inner(x), y).backward()
+        output = model(x)
+        logits = output.logits if hasattr(output, "logits") else output[0 if isinstance(output, tuple) else "logits"]
+        F.cross_entropy(logits, y).backward()
         optimizer.step()
     train(plain, bprong.BPRONG(plain, "cross_entropy", lr=0.1, options=EXACT), [(x, y)] * 2)
     assert_same_path(snapshot(model), snapshot(plain))
-
-
-def test_measuring_a_part_of_the_batch():
-    x, y = classification(40, 5, 3)
-    model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT | {"examples": 10})
-    train(model, optimizer, [(x, y)])
-    assert_close(layer_of(optimizer).c, x[::4].mean(0), 1e-12)
 
 
 def test_a_batch_that_was_observed_or_recorded_serves_one_step():
@@ -243,15 +224,18 @@ def test_refused_steps_are_counted_in_a_row():
             optimizer.step()
 
 
-def test_a_batch_changed_in_place_before_the_step_is_refused():
+def test_a_batch_may_be_changed_in_place_before_the_step_unless_it_is_evaluated_again():
     x, y = classification(20, 5, 3)
     model = mlp(5, 3)
-    buffer = x.clone()
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1)
-    F.cross_entropy(model(buffer), y).backward()
-    buffer.zero_()
-    with pytest.raises(RuntimeError, match="changed in place between the model's call and the step"):
-        optimizer.step()
+    for lr in (0.1, "auto"):
+        buffer = x.clone()
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr)
+        F.cross_entropy(model(buffer), y).backward()
+        buffer.zero_()
+        changed = pytest.raises(RuntimeError, match="changed in place between the model's call and the step")
+        with changed if lr == "auto" else nullcontext():
+            optimizer.step()
+        assert lr == "auto" or torch.allclose(layer_of(optimizer).c, x.mean(0))
 
 
 def test_a_model_that_works_in_place_does_not_change_the_users_batch_when_it_is_measured():
@@ -364,7 +348,7 @@ def test_prong_with_an_offset_checks_its_first_refresh_too():
     model.awake = True
     optimizer = bprong.PRONG(model, lr=0.1, every=5, options={"forward_offset": 2})
     train(model, optimizer, [(x, y)] * 2)
-    with pytest.raises(RuntimeError, match="no statistics reached 'idle'"):
+    with pytest.warns(WhiteningWarning, match="layer 'idle' follows the fallback rule"):
         train(model, optimizer, [(x, y)])
 
 
@@ -404,7 +388,7 @@ def test_statistics_that_are_not_finite_are_reported_by_drift_too():
         optimizer.step()
 
 
-def test_a_layer_that_is_unfrozen_later_is_measured_soon_after():
+def test_a_layer_that_is_unfrozen_later_is_measured_at_once():
     model = mlp(5, 4, 3)
     model[0].requires_grad_(False)
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, params=model.parameters(), every=50)
@@ -412,8 +396,8 @@ def test_a_layer_that_is_unfrozen_later_is_measured_soon_after():
     train(model, optimizer, [(x, y)] * 3)
     layer = optimizer._whitening.layers["0"]
     assert layer.forward.factor is None
-    assert not optimizer._batches.listener.wanted  # a frozen layer costs nothing
+    assert optimizer._whitening.weights() == []  # a frozen layer costs nothing
     model[0].requires_grad_(True)
     train(model, optimizer, [(x, y)] * 2)
-    assert layer.forward.refreshed_at == 4
-    assert layer.backward.refreshed_at == 4
+    assert layer.forward.refreshed_at == 3
+    assert layer.backward.refreshed_at == 3

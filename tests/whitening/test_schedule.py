@@ -64,16 +64,6 @@ def test_recording_measures_all_sides_and_refreshes_none():
     assert clock.due == []
 
 
-def test_every_side_is_due_outside_of_the_schedule():
-    clock = schedule()
-    clock.t = 1
-    with clock.unscheduled(True):
-        assert clock.due == ["forward", "backward"]
-    with clock.unscheduled(False):
-        assert clock.due == []
-    assert clock.due == []
-
-
 def test_the_state_restores_the_clock():
     clock = schedule()
     clock.t = 7

@@ -10,8 +10,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from bprong.capture.calls import Call
+from bprong.capture.output import Output
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import float64_copy, to_float64
@@ -25,7 +27,8 @@ def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: F
 
     y: the targets of the data, for fisher="empirical"
     """
-    if not torch.isfinite(output).all():  # no target can be drawn; the errors are as unknown as the output
+    # Classes may have a logit of −∞, and no other. No target can be drawn then; errors are as unknown as the output.
+    if bool((output.isnan() | (output == torch.inf)).any()):
         return [torch.full_like(output, torch.nan)]
     if fisher == "exact":
         return (root * _signs(root) for root in likelihood.roots(output))
@@ -58,37 +61,39 @@ def of_targets(root: Tensor, counted: Tensor) -> Tensor:
     return (root.reshape(len(counted), -1) * counted.view(-1, 1)).view_as(root)
 
 
-def errors_of(output: Tensor, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
+def errors_of(output: Output, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
     """δ of every call that the output depends on, for one root after the other."""
-    calls = [call for call in calls if call.a.requires_grad]
-    if calls and not output.requires_grad:
+    edges = {call: call.edge for call in calls if call.edge is not None}
+    if edges and not output.edges:
         raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
-    for root in roots if calls else ():
-        deltas = torch.autograd.grad(output, [call.a for call in calls], root, retain_graph=True, allow_unused=True)
-        yield from ((call, delta) for call, delta in zip(calls, deltas, strict=True) if delta is not None)
+    for root in roots if edges else ():
+        deltas = output.gradients(root, list(edges.values()))
+        yield from ((call, delta) for call, delta in zip(edges, deltas, strict=True) if delta is not None)
 
 
 # Which rows count -----------------------------------------------------------------------------------------------------
 
 
-def rows_that_count(output: Tensor, calls: Sequence[Call], counted: Tensor) -> dict[Call, Tensor]:
+def rows_that_count(output: Output, calls: Sequence[Call], counted: Tensor) -> dict[Call, Tensor]:
     """Masks (rows,) of the rows of each call that belong to targets that count; padding, for example, does not.
 
     A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it belongs
     to the target at the same place, if rows are laid out as targets are, and otherwise to those of its example.
     """
-    root = torch.randn_like(output)
+    root = torch.randn_like(output.values)
     own = _reached(output, calls, of_targets(root, counted))
     others = _reached(output, calls, of_targets(root, ~counted))
-    targets = counted.view(output.shape[:-1]) if counted.numel() == output[..., 0].numel() else counted
-    return {call: own[call] | (_placed(call, targets, own[call], others[call]) & ~others[call]) for call in calls}
+    targets = output.values.shape[:-1]
+    counted = counted.view(targets) if counted.numel() == targets.numel() else counted
+    return {call: own[call] | (_placed(call, counted, own[call], others[call]) & ~others[call]) for call in calls}
 
 
-def _reached(output: Tensor, calls: Sequence[Call], root: Tensor) -> dict[Call, Tensor]:
+def _reached(output: Output, calls: Sequence[Call], root: Tensor) -> dict[Call, Tensor]:
     """Masks (rows,) of the rows that errors come back to; errors that cancel up to rounding do not count."""
-    found = {call: call.errors(torch.zeros_like(call.a)).flatten(1).any(dim=1) for call in calls}  # False everywhere
+    found = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in calls}  # False everywhere
     for call, delta in errors_of(output, calls, [root]):
-        size = call.errors(delta).detach().flatten(1).norm(dim=1)
+        rows = call.errors(delta).detach().flatten(1)
+        size = rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1)
         found[call] = torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
     return found
 
@@ -96,7 +101,7 @@ def _reached(output: Tensor, calls: Sequence[Call], root: Tensor) -> dict[Call, 
 def _placed(call: Call, targets: Tensor, own: Tensor, others: Tensor) -> Tensor:
     """Mask (rows,) of the rows at the place of a target that counts; own, others: what errors have decided."""
     examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
-    leading = call.a.shape[: -1 if call.geometry is None else -1 - len(call.geometry.kernel)]
+    leading = call.shape[: -1 if call.geometry is None else -1 - len(call.geometry.kernel)]
     each = len(own) // len(examples)
     layouts = [targets.new_ones(len(own))]
     if len(own) == targets.numel():
@@ -110,20 +115,21 @@ def _placed(call: Call, targets: Tensor, own: Tensor, others: Tensor) -> Tensor:
 # Is every use recorded? -----------------------------------------------------------------------------------------------
 
 
-def unexplained(output: Tensor, calls: Sequence[Call]) -> set[str]:
+def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
     """The names of weights that are used in ways that were not recorded.
 
     The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It is
     not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
     convolution transposed. The recorded calls then tell only a part of what the weight does.
     """
-    calls = [call for call in calls if call.a.requires_grad and call.weight.weight.requires_grad]
-    if not calls or not output.requires_grad:
+    checked = [call for call in calls if call.weight.weight.requires_grad and not call.weight.computed]
+    edges = {call: call.edge for call in checked if call.edge is not None}
+    if not edges or not output.edges:
         return set()
-    weights = list({call.weight: None for call in calls})
-    wanted = [*(weight.weight for weight in weights), *(call.a for call in calls)]
-    found = torch.autograd.grad(output, wanted, torch.randn_like(output), retain_graph=True, allow_unused=True)
-    deltas = [(call, delta) for call, delta in zip(calls, found[len(weights) :], strict=True) if delta is not None]
+    weights = list({call.weight: None for call in edges})
+    wanted = [*(get_gradient_edge(weight.weight) for weight in weights), *edges.values()]
+    found = output.gradients(torch.randn_like(output.values), wanted)
+    deltas = [(call, delta) for call, delta in zip(edges, found[len(weights) :], strict=True) if delta is not None]
     return {
         weight.name
         for weight, gradient in zip(weights, found, strict=False)

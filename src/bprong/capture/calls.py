@@ -1,15 +1,16 @@
 """Every use of a weight in a forward pass, recorded with its input z and its output a.
 
-Uses are recorded in torch's own functions (`F.linear`, `F.conv2d`, …), because hooks on modules would miss attention,
-which calls its projections as functions. While `recorded_calls` is active, these functions are replaced by stand-ins
-that look at the weight they are given. The fused functions of recurrent cells do not show their pre-activations, so
-cells are computed from their two products instead. The whitened layers of the paper's network compute with several
-matrices and are recorded by hooks.
+Uses are recorded in torch's own functions (`F.linear`, `F.conv2d`, …) and, of registered layers, in x @ W, because
+hooks on modules would miss attention, which calls its projections as functions. While `recorded_calls` is active, these
+functions are replaced by stand-ins that look at the weight they are given. The fused functions of recurrent cells do
+not show their pre-activations, so cells are computed from their two products instead. The whitened layers of the
+paper's network compute with several matrices and are recorded by hooks.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import checkpoint
 
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
 from bprong.linalg.moments import Moments, block_rows, count_moments, error_moments, input_moments
 
+FARTHEST = 20  # operations between a parameter and a weight that is computed from it
 CHUNK = 2**22  # numbers converted to float64 at once: 32 MB
 
 
@@ -31,21 +35,32 @@ CHUNK = 2**22  # numbers converted to float64 at once: 32 MB
 class Call:
     """One use of a weight in a forward pass.
 
-    z, a:      its input, a copy, and its output, in the autograd graph
-    columns:   the columns of `a` that belong to the weight, where several weights are packed into one; None: all
+    z:         its input
+    shape:     of its output a
+    edge:      where a is in the autograd graph; None: in none. Later operations may change a in place, but not its edge
+    columns:   the columns of a that belong to the weight, where several weights are packed into one; None: all
     geometry:  of a convolution
     ignored:   (rows,) mask of rows that do not count: the padding of an embedding
+    computed:  the weight that was used, where that is computed from the parameter
     """
 
     weight: WeightMatrix
     z: Tensor
-    a: Tensor
+    shape: torch.Size
+    edge: GradientEdge | None = None
     columns: slice | None = None
     geometry: Geometry | None = None
     ignored: Tensor | None = None
+    computed: Tensor | None = None
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether its rows are positions of sequences."""
+        return self.geometry is None and len(self.shape) > 2
 
     def errors(self, delta: Tensor) -> Tensor:
-        """δ, shaped like the output, as rows (rows, groups, out)."""
+        """δ, with the entries of the output, as rows (rows, groups, out)."""
+        delta = delta.reshape(self.shape)
         if self.geometry is not None:
             delta = delta.movedim(-1 - len(self.geometry.kernel), -1)
         rows = delta[..., self.columns or slice(None)].reshape(
@@ -101,90 +116,127 @@ def merge_moments(
 class Calls(list[Call]):
     """The recorded calls of some weights, in the order of the forward pass.
 
-    weights:  the weights to record, by the id of their parameter
+    recorded: the weights that are recorded; `weights` has those that torch's functions take by the id of their
+              parameter, each with the view of it that they take
     empty:    the names of weights that were called without any row, e.g. experts that were given no example
+    losses:   the loss functions that were called, by name, with their inputs and targets
+    returned: what the model returned, in a pass of our own
+    retained: the tensors whose gradients were asked to be retained
+    formulas: whether cells are computed by their formulas, so that they are recorded
+    opaque:   whether some of the calls are in a reentrant checkpoint, whose graph cannot be used
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Iterable[WeightMatrix], formulas: bool) -> None:
         super().__init__()
-        self.weights: dict[int, list[WeightMatrix]] = {}
+        self.formulas = formulas
+        self.recorded = set(weights)
+        self.weights: dict[int, list[tuple[WeightMatrix, Tensor]]] = {}
         self.empty: set[str] = set()
+        self.losses: list[tuple[str, Tensor, Tensor]] = []
+        self.returned: Any = None
+        self.retained: list[weakref.ref[Tensor]] = []
+        self.opaque = False
+        self.thread = threading.get_ident()
 
     def found_in(self, tensor: Any, one_hot: bool) -> list[tuple[WeightMatrix, int]]:
-        """The weights to record among the rows of a tensor, and the row of their parameter that the tensor begins with.
+        """The weights to record among the rows of a tensor, and the row of the tensor that each of them begins with.
 
-        The tensor is a parameter or, where several weights are packed into one, some rows of it.
+        The tensor is a parameter or, where several weights are packed into one, a part of it.
         """
         parameter: Any = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
-        if id(parameter) not in self.weights or tensor.stride() != parameter.stride():
-            return []
-        first = (tensor.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
-        rows = range(first, first + len(tensor))
-        return [
-            (w, first)
-            for w in self.weights[id(parameter)]
-            if w.one_hot is one_hot
-            and (tensor is parameter or (w.rows and w.rows.start in rows and w.rows.stop - 1 in rows))
+        if id(parameter) not in self.weights and isinstance(tensor, Tensor):
+            return [(own, 0) for p in _sources(tensor) for own, _ in self.weights.get(id(p), ()) if own.computed]
+        found = [
+            (weight, (given.storage_offset() - tensor.storage_offset()) // tensor.stride(0), len(given))
+            for weight, given in self.weights.get(id(parameter), ())
+            if weight.one_hot is one_hot and given.stride() == tensor.stride() and given.shape[1:] == tensor.shape[1:]
         ]
+        return [(weight, first) for weight, first, rows in found if 0 <= first <= len(tensor) - rows]
 
     def add(self, weight: WeightMatrix, z: Tensor, a: Tensor, **details: Any) -> None:
-        """Record a call. Later operations may work in place, so z is copied; the caller must pass on a copy of `a`."""
+        """Record a call; not under vmap, where its rows cannot be seen.
+
+        Later operations may change z in place, unless autograd keeps it for the weight's gradient.
+        """
         if torch._C._functorch.is_batchedtensor(z):
-            raise RuntimeError(f"layer {weight.name!r} is called under vmap, where its rows cannot be seen")
+            return
         if z.numel() == 0:
             self.empty.add(weight.name)
-        else:
-            self.append(Call(weight, z.detach().clone(), a, **details))
+            return
+        z = z.detach() if z.layout is torch.strided else z.detach().to_dense()
+        is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
+        # If a view is changed in place, its history is that of its base from then on.
+        base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a
+        edge = get_gradient_edge(base) if a.requires_grad else None
+        self.append(Call(weight, z if is_kept else z.clone(), a.shape, edge, **details))
+
+    def drop_without_graph(self) -> None:
+        """Drop calls without a graph of weights that are trained: no error reaches them."""
+        self[:] = [call for call in self if call.edge is not None or not call.weight.is_trained]
 
 
-# Contexts may end in another order than they began in, so torch's functions are replaced once, when the first context
-# begins, until the last one ends; the stand-ins serve all contexts that are active.
-_ACTIVE: list[Calls] = []
-_REPLACED = ExitStack()
-_LOCK = threading.RLock()
+class Replacements:
+    """Attributes of modules and classes, replaced while at least one context is active.
 
-# In eval mode without gradients attention is one fused function, which shows none of its projections.
-SEPARATE_ATTENTION = (torch.backends.mha, "get_fastpath_enabled", lambda: False)
+    Contexts may end in another order than they began in, since they may belong to several threads.
+
+    find: gives the place, the name and the stand-in of each attribute
+    """
+
+    def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
+        self._find = find
+        self._active = 0
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._lock:
+            self._active += 1
+            if self._active == 1:
+                for place, name, stand_in in self._find():
+                    replace_attribute(self._stack, place, name, stand_in)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
+                if self._active == 0:
+                    self._stack.close()
+
+
+_ACTIVE: list[Calls] = []  # the contexts that the stand-ins serve
 
 
 @contextmanager
-def recorded_calls(weights: Iterable[WeightMatrix]) -> Iterator[Calls]:
+def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> Iterator[Calls]:
     """Record every use of some weights while the context is active.
+
+    formulas: compute recurrent cells by their formulas; the result may differ by rounding
 
     >>> from bprong.capture.weights import weight_matrices_of
     >>> layer = torch.nn.Linear(3, 2)
     >>> with recorded_calls(weight_matrices_of("layer", layer)) as calls:
     ...     _ = layer(torch.ones(5, 3))
-    >>> [(call.weight.name, call.z.shape, call.a.shape) for call in calls]
+    >>> [(call.weight.name, call.z.shape, call.shape) for call in calls]
     [('layer', torch.Size([5, 3]), torch.Size([5, 2]))]
     """
-    calls = Calls()
+    calls = Calls(weights, formulas)
     with ExitStack() as stack:
-        for weight in weights:
+        for weight in calls.recorded:
             if weight.module is None:
-                calls.weights.setdefault(id(weight.weight), []).append(weight)
+                calls.weights.setdefault(id(weight.weight), []).append((weight, weight.given))
             else:
                 hook = partial(_record_module, calls, weight)
                 stack.callback(weight.module.register_forward_hook(hook, with_kwargs=True).remove)
-        if calls.weights:
-            stack.callback(_stop, calls)
-            _start(calls)
+        _ACTIVE.append(calls)
+        stack.callback(_stop, calls)
+        stack.enter_context(_STAND_INS.active())
         yield calls
 
 
-def _start(calls: Calls) -> None:
-    with _LOCK:
-        _ACTIVE.append(calls)
-        if len(_ACTIVE) == 1:
-            for place, name, stand_in in _stand_ins():
-                replace_attribute(_REPLACED, place, name, stand_in)
-
-
 def _stop(calls: Calls) -> None:
-    with _LOCK:
-        _ACTIVE[:] = [other for other in _ACTIVE if other is not calls]
-        if not _ACTIVE:
-            _REPLACED.close()
+    _ACTIVE[:] = [other for other in _ACTIVE if other is not calls]
 
 
 def replace_attribute(stack: ExitStack, place: Any, name: str, value: Any) -> None:
@@ -194,26 +246,66 @@ def replace_attribute(stack: ExitStack, place: Any, name: str, value: Any) -> No
     setattr(place, name, value)
 
 
+def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """The function with its first arguments given, in a form that torch.compile can trace."""
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return function(*first, *args, **kwargs)
+
+    return bound
+
+
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What to replace: the place, the name and the stand-in of each of torch's functions that use a weight."""
-    yield SEPARATE_ATTENTION
+    # In eval mode without gradients attention is one fused function, which shows none of its projections.
+    yield torch.backends.mha, "get_fastpath_enabled", lambda: False
     for name, describe in DESCRIPTIONS.items():
-        yield F, name, partial(_recorded, getattr(F, name), describe)
+        yield F, name, _bound(_recorded, getattr(F, name), describe)
+        if describe is _convolution:
+            yield torch, name, _bound(_recorded, getattr(torch, name), describe)
+    for place, name in PRODUCTS:
+        yield place, name, _by_hand(getattr(place, name))
     for name, formula in CELLS.items():
-        yield torch._VF, name, partial(_cell, getattr(torch._VF, name), formula)
+        yield torch._VF, name, _bound(_cell, getattr(torch._VF, name), formula)
+    for name in LOSSES:
+        yield F, name, _bound(_loss, getattr(F, name))
+    yield Tensor, "retain_grad", _retain_grad
+    yield checkpoint.CheckpointFunction, "apply", _bound(_reentrant, checkpoint.CheckpointFunction.apply)
+
+
+_STAND_INS = Replacements(_stand_ins)
+
+
+def _active() -> list[Calls]:
+    """The contexts of this thread; none while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return []
+    return [calls for calls in _ACTIVE if calls.thread == threading.get_ident()]
 
 
 def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Call one of torch's functions and record its use of a weight; `describe` returns the details of the `Call`."""
     used = [
         (calls, own, describe(own, first, input, weight, *args, **kwargs))
-        for calls in _ACTIVE
+        for calls in _active()
         for own, first in calls.found_in(weight, one_hot=describe is _embedding)
+        if own.registered or describe is not _product  # torch's own layers do not multiply by hand
     ]
     a: Tensor = function(input, weight, *args, **kwargs)
     for calls, own, details in used:
-        calls.add(own, input, a, **details)
-    return a.clone() if used else a
+        calls.add(own, input, a, computed=weight if own.computed else None, **details)
+    return a
+
+
+def _sources(tensor: Tensor) -> Iterator[Tensor]:
+    """The parameters of its shape that a tensor was computed from in a few operations."""
+    nodes = [tensor.grad_fn]
+    for node in nodes:  # which grows meanwhile
+        parameter = getattr(node, "variable", None)
+        if parameter is not None and parameter.shape == tensor.shape:
+            yield parameter
+        if node is not None and len(nodes) < FARTHEST:
+            nodes += [following for following, _ in node.next_functions if following not in nodes]
 
 
 def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
@@ -221,8 +313,22 @@ def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any
     if not isinstance(input, Tensor) or input.shape[-1:] != (features,):
         given = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"a {type(input).__name__}"
         raise ValueError(f"layer {own.name!r} takes rows of {features} features, not {given}")
-    rows = own.rows or slice(0, len(own.weight))
-    return {"columns": slice(rows.start - first, rows.stop - first)}
+    return {"columns": slice(first, first + own.outputs.features)}
+
+
+def _by_hand(function: Any) -> Callable[..., Any]:
+    """A product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        W = args[-1] if args and not kwargs else None
+        if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
+            return function(*args, **kwargs)
+        return _recorded(lambda *_: function(*args), _product, args[-2], W.T)
+
+    return product
+
+
+_product = partial(_linear)
 
 
 def _convolution(
@@ -240,17 +346,39 @@ def _embedding(
 
 def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
     """A recurrent cell; if one of its weights is recorded, by its formula, so that both products can be seen."""
-    if not any(id(weight) in calls.weights for calls in _ACTIVE for weight in (w_ih, w_hh)):
+    if not any(id(weight) in calls.weights for calls in _active() if calls.formulas for weight in (w_ih, w_hh)):
         return fused(input, state, w_ih, w_hh, *biases)
     b_ih, b_hh = biases or (None, None)
     h = state[0] if isinstance(state, (tuple, list)) else state
     return formula(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
 
 
-def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> Tensor:
+def _loss(function: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loss function; its input and its targets are recorded."""
+    for calls in _active():
+        if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
+            calls.losses.append((function.__name__, input, target))
+    return function(input, target, *args, **kwargs)
+
+
+_RETAIN_GRAD = Tensor.retain_grad
+
+
+def _retain_grad(tensor: Tensor) -> None:
+    for calls in _active():
+        calls.retained.append(weakref.ref(tensor))
+    _RETAIN_GRAD(tensor)
+
+
+def _reentrant(apply: Any, *args: Any) -> Any:
+    for calls in _active():
+        calls.opaque = True
+    return apply(*args)
+
+
+def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
     """A forward hook that records the calls of a whitened layer."""
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
-    return a.clone()
 
 
 # The formulas of torch's recurrent cells: a and r are the products of the two weights with input and state -----------
@@ -275,6 +403,8 @@ DESCRIPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "conv2d": _convolution,
     "conv3d": _convolution,
 }
+PRODUCTS = ((torch, "addmm"), (torch, "matmul"), (Tensor, "matmul"), (Tensor, "__matmul__"))
+LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss")
 CELLS: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm,
     "gru_cell": _gru,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -91,25 +91,26 @@ def coverage(
         raise TypeError(f"coverage takes a model, not a {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
     weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1), channels)))
+    reasons = fallback_reasons(model, model.parameters())
     found = Coverage(
         [
-            _row(model, name, p, [weight for weight in weights if p is weight.weight or p is weight.bias], backward)
+            _row(name, p, [w for w in weights if p is w.weight or p is w.bias], backward, reasons[p])
             for name, p in model.named_parameters()
         ]
     )
     if strict and found.fallback:
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in found.fallback.items())
-        raise ValueError(f"{len(found.fallback)} of {len(found.rows)} parameters are not whitened: {reasons}")
+        listed = "; ".join(f"{name} ({reason})" for name, reason in found.fallback.items())
+        raise ValueError(f"{len(found.fallback)} of {len(found.rows)} parameters are not whitened: {listed}")
     return found
 
 
-def _row(model: nn.Module, name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bool) -> CoverageRow:
-    """weights: those that the parameter belongs to"""
+def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bool, reason: str) -> CoverageRow:
+    """weights: those that the parameter belongs to; reason: why there are none, if so"""
     shape = tuple(parameter.shape)
     if not parameter.requires_grad:
         return CoverageRow(name, shape, "frozen")
     if not weights:  # Adam keeps two moments
-        return CoverageRow(name, shape, FALLBACK, fallback_reason(model, parameter), memory=2 * parameter.nbytes)
+        return CoverageRow(name, shape, FALLBACK, reason, memory=2 * parameter.nbytes)
     treatment = "two-sided" if backward else "forward only"
     if all(weight.weight is not parameter for weight in weights) and any(w.weight.requires_grad for w in weights):
         return CoverageRow(name, shape, treatment, "with its weight")
@@ -131,17 +132,31 @@ def _form(weight: WeightMatrix, backward: bool) -> str:
     return kind if split else ""
 
 
-def fallback_reason(model: nn.Module, parameter: Tensor) -> str:
-    """Why a parameter is not covered."""
-    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-    if len(names) != 1:
-        return f"tied: {', '.join(names)}" if names else "not the model's"
-    module = model.get_submodule(names[0].rpartition(".")[0])
-    if type(module) is nn.Embedding:
+def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, str]:
+    """Why each of these parameters is not covered by an optimizer.
+
+    >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    >>> list(fallback_reasons(model, model[1].parameters()).values())
+    ['in LayerNorm', 'in LayerNorm']
+    """
+    holders: dict[Tensor | None, dict[str, nn.Module]] = {}
+    for prefix, module in model.named_modules():
+        for name, p in module._parameters.items():
+            holders.setdefault(p, {})[".".join(filter(None, (prefix, name)))] = module
+    covered = {p for weight in covered_weights(model) for p in (weight.weight, weight.bias)}
+    return {p: _reason(p, holders.get(p, {}), p in covered) for p in parameters}
+
+
+def _reason(parameter: Tensor, holders: Mapping[str, nn.Module], covered: bool) -> str:
+    """holders: the modules that hold a parameter, by the name that it has there"""
+    if len(holders) != 1:
+        return f"tied: {', '.join(holders)}" if holders else "not the model's"
+    (module,) = holders.values()
+    if type(module) is nn.Embedding and not covered:
         return "in an Embedding with scale_grad_by_freq or sparse=True"
     if parameter.is_complex():
         return "complex"
-    if any(parameter is p for weight in covered_weights(model) for p in (weight.weight, weight.bias)):
+    if covered:
         return f"in a {type(module).__name__} that the optimizer was not built with"
     return f"in {type(module).__name__}"
 

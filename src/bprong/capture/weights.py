@@ -4,15 +4,17 @@
                         the input; embeddings, where z is one-hot
 
 A `WeightMatrix` says how a parameter, and tensors shaped like it (its gradient, its momentum), form that matrix, and in
-which blocks its two sides are whitened. To support another kind of module, add it to `_MAKERS` (and, if it computes
-with another of torch's functions, to `calls.py`). Parameters of all other modules follow the fallback rule.
+which blocks its two sides are whitened. Modules of other packages that compute the same are added by `register`.
+Parameters of all other modules follow the fallback rule.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,16 +25,26 @@ from bprong.linalg.blocks import MAX_DIM, Blocks, blocks_of
 
 COVERED = (
     "these can be: Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention and recurrent cells with real weights "
-    "that no other layer shares. A model converted by whiten_ is trained by a torch optimizer with Rewhitening"
+    "that no other layer shares, and layers that compute the same, if bprong.register is told so. A model converted by "
+    "whiten_ is trained by a torch optimizer with Rewhitening"
 )
 
 
 @dataclass(frozen=True)
 class Limits:
-    """max_dim: the largest side whitened as one block; channels: whiten convolutions by their channels only."""
+    """How sides are split into blocks.
+
+    max_dim:   the largest side whitened as one block
+    channels:  whiten convolutions by their channels only
+    padded:    whether the last of several blocks may be padded
+    """
 
     max_dim: int = MAX_DIM
     channels: bool = False
+    padded: bool = True
+
+    def blocks(self, features: int, groups: int = 1, positions: int = 1) -> Blocks:
+        return blocks_of(features, groups, positions, max_dim=self.max_dim, channels=self.channels, padded=self.padded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +52,12 @@ class WeightMatrix:
     """A weight and its bias, if it has one.
 
     inputs, outputs:  the blocks of its two sides
-    rows, bias_rows:  its rows of the weight and of the bias, where several weights are packed into one parameter
-    one_hot:          an embedding: the weight is stored transposed, (in, out), and z is given as indices
+    rows, bias_rows:  its rows of the weight and of the bias, or its index in a stack of weights, where several weights
+                      are packed into one parameter
+    transposed:       the weight is stored as (in, out)
+    one_hot:          an embedding: z is given as indices
+    computed:         what is used is computed from the parameter
+    registered:       it belongs to a layer that the user has registered
     module:           the whitened layer that holds it, recorded as a module; None for the layers of torch
     """
 
@@ -50,20 +66,37 @@ class WeightMatrix:
     bias: Tensor | None
     inputs: Blocks
     outputs: Blocks
-    rows: slice | None = None
-    bias_rows: slice | None = None
+    rows: slice | int | None = None
+    bias_rows: slice | int | None = None
+    transposed: bool = False
     one_hot: bool = False
+    computed: bool = False
+    registered: bool = False
     module: nn.Module | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        return any(p is not None and p.requires_grad for p in (self.weight, self.bias))
 
     def own(self, values: Tensor) -> Tensor:
         """This matrix's part of a tensor shaped like the parameter, as a view."""
         return values if self.rows is None else values[self.rows]
 
+    @property
+    def given(self) -> Tensor:
+        """The weight as torch's functions take it, as a view: (out, in, …), but (in, out) of an embedding."""
+        own = self.own(self.weight.detach())
+        return own.T if self.transposed and not self.one_hot else own
+
     def matrix(self, values: Tensor) -> Tensor:
         """A tensor shaped like `own(weight)` as a matrix (out, in), or (groups, out, in) with several groups."""
         if self.inputs.groups > 1:
             return values.reshape(self.inputs.groups, self.outputs.features, -1)
-        return values.T if self.one_hot else values.flatten(1)
+        return values.T if self.transposed else values.flatten(1)
+
+    def gradient(self, values: Tensor, g_b: Tensor | None, c: Tensor | None) -> Tensor:
+        """The gradient of `own(weight)` as that of the matrix; g_b, c: that of the bias, and E[z], if centred."""
+        return self.matrix(values)
 
     def vector(self, values: Tensor) -> Tensor:
         """A tensor shaped like the bias as a vector (out,), or (groups, out) with several groups; a view."""
@@ -77,9 +110,7 @@ class WeightMatrix:
 
     def shaped(self, matrix: Tensor) -> Tensor:
         """The inverse of `matrix`: a matrix in the shape of `own(weight)`."""
-        if self.weight.ndim > 2:
-            return matrix.reshape(self.weight.shape)
-        return matrix.T if self.one_hot else matrix
+        return matrix.T if self.transposed else matrix.reshape(self.own(self.weight).shape)
 
     def cost(self, backward: bool) -> dict[str, int]:
         """What whitening this weight takes with exact inverses, on both sides or (backward=False) on the inputs only.
@@ -101,8 +132,10 @@ class WeightMatrix:
 
 
 def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = None) -> list[WeightMatrix]:
-    """The weights that a module holds itself; none unless its exact type is supported."""
-    found = _MAKERS[type(module)](module, limits or Limits()) if type(module) in _MAKERS else ()
+    """The weights that a module holds itself; none unless its exact type is supported or registered."""
+    registered = (make for kind, make in reversed(REGISTERED.values()) if kind is type(module))
+    make = next(registered, _MAKERS.get(type(module)))
+    found = () if make is None else make(module, limits or Limits())
     return [replace(weight, name=".".join(filter(None, (name, weight.name)))) for weight in found]
 
 
@@ -121,9 +154,10 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
     """Every weight of a model that can be whitened, in the order of its modules.
 
     Left out are subclasses of the supported layers, because what they compute is unknown, and layers that share a
-    parameter (tied weights), because its gradient is not the product of one z and one δ.
+    parameter (tied weights), because its gradient is not the product of one z and one δ. A module may have several
+    names.
     """
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if any(isinstance(p, nn.UninitializedParameter) for p in own):
@@ -132,35 +166,55 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
         found = [] if unfit else weight_matrices_of(name, module, limits)
         used = {id(p) for weight in found for p in (weight.weight, weight.bias) if p is not None}
         # A weight computed from other parameters (weight norm, spectral norm) is not itself a parameter.
-        if used <= {id(p) for p in own} and (isinstance(module, nn.MultiheadAttention) or len(used) == len(own)):
+        if used <= {id(p) for p in own}:
             yield from found
 
 
 # One function for each kind of module -------------------------------------------------------------------------------
 
 
-def _dense(name: str, weight: Tensor, bias: Tensor | None, limits: Limits, rows: slice | None = None) -> WeightMatrix:
-    """A matrix that a parameter, or some rows of one, holds as it is."""
-    outputs, inputs = (blocks_of(size, max_dim=limits.max_dim) for size in weight[rows or slice(None)].shape)
-    return WeightMatrix(name, weight, bias, inputs, outputs, rows, rows)
+def _dense(
+    name: str, weight: Tensor, bias: Tensor | None, limits: Limits,
+    rows: slice | int | None = None, transposed: bool = False,
+) -> WeightMatrix:  # fmt: skip
+    """A matrix that a parameter, or a part of one, holds as it is or transposed."""
+    shape = (weight if rows is None else weight[rows]).shape
+    outputs, inputs = map(limits.blocks, reversed(shape) if transposed else shape)
+    return WeightMatrix(name, weight, bias, inputs, outputs, rows, rows, transposed)
 
 
-def _linear(module: nn.Linear, limits: Limits) -> Iterator[WeightMatrix]:
-    yield _dense("", module.weight, module.bias, limits)
+def _linear(
+    module: nn.Module, W: Tensor, b: Tensor | None, limits: Limits, transposed: bool = False, stacked: bool = False
+) -> Iterator[WeightMatrix]:
+    for i in range(len(W)) if stacked else (None,):
+        yield _dense("" if i is None else str(i), W, b, limits, i, transposed)
 
 
-def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, limits: Limits) -> Iterator[WeightMatrix]:
-    W = module.weight
+def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
     features = module.groups * W[0].numel()
-    inputs = blocks_of(features, module.groups, W[0, 0].numel(), max_dim=limits.max_dim, channels=limits.channels)
-    yield WeightMatrix("", W, module.bias, inputs, blocks_of(len(W), module.groups, max_dim=limits.max_dim))
+    inputs = limits.blocks(features, module.groups, W[0, 0].numel())
+    yield WeightMatrix("", W, b, inputs, limits.blocks(len(W), module.groups))
 
 
-def _embedding(module: nn.Embedding, limits: Limits) -> Iterator[WeightMatrix]:
+def _embedding(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
     """Its inputs are one-hot, so their second moment is diagonal."""
-    W = module.weight
     if not (module.scale_grad_by_freq or module.sparse):  # the gradient is then not Σ δ zᵀ, or not dense
-        yield WeightMatrix("", W, None, Blocks(1, len(W)), blocks_of(W.shape[1], max_dim=limits.max_dim), one_hot=True)
+        outputs = limits.blocks(W.shape[1])
+        yield WeightMatrix("", W, None, Blocks(1, len(W)), outputs, transposed=True, one_hot=True)
+
+
+def named(
+    make: Callable[..., Iterable[WeightMatrix]],
+    weights: Sequence[str],
+    biases: Sequence[str],
+    module: Any,
+    limits: Limits,
+) -> Iterator[WeightMatrix]:
+    """The weights under these names, and their biases."""
+    for name, bias in zip_longest(weights, biases[: len(weights)], fillvalue=""):
+        for found in make(module, getattr(module, name), getattr(module, bias, None), limits):
+            prefix = name if len(weights) > 1 else ""
+            yield replace(found, name=".".join(filter(None, (prefix, found.name))))
 
 
 def _attention(module: nn.MultiheadAttention, limits: Limits) -> Iterator[WeightMatrix]:
@@ -179,15 +233,21 @@ def _cell(module: nn.RNNCellBase, limits: Limits) -> Iterator[WeightMatrix]:
     yield _dense("hh", module.weight_hh, module.bias_hh, limits)
 
 
-_MAKERS: dict[type[nn.Module], Callable[[Any, Limits], Iterable[WeightMatrix]]] = {
+LIKE: dict[type[nn.Module], Callable[..., Iterable[WeightMatrix]]] = {
     nn.Linear: _linear,
-    NonDynamicallyQuantizableLinear: _linear,  # the output projection of attention
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,
     nn.Conv3d: _convolution,
     nn.Embedding: _embedding,
+}
+Maker = Callable[[Any, Limits], Iterable[WeightMatrix]]
+_MAKERS: dict[type[nn.Module], Maker] = {
+    **{kind: partial(named, make, ["weight"], ["bias"]) for kind, make in LIKE.items()},
+    # the output projection of attention
+    NonDynamicallyQuantizableLinear: partial(named, _linear, ["weight"], ["bias"]),
     nn.MultiheadAttention: _attention,
     nn.RNNCell: _cell,
     nn.LSTMCell: _cell,
     nn.GRUCell: _cell,
 }
+REGISTERED: OrderedDict[int, tuple[type[nn.Module], Maker]] = OrderedDict()  # by handle; the last of a type holds

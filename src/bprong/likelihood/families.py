@@ -90,18 +90,14 @@ class Likelihood(ABC):
         """F v of every target, for every v in V; from the roots if they are defined, else from drawn targets.
 
         V: (k, *output), float64
+
+        One target y is drawn per row: ∇²(−log p(y)) v has the mean F v if −log p is smooth. In the natural parameters
+        of an exponential family the Hessian does not depend on y, so the estimate is exact. Elsewhere it may be
+        negative by chance, and it misses the curvature in the kinks of −log p (Laplace). In those cases g gᵀ v is used,
+        which is noisier.
         """
         if type(self).roots is not Likelihood.roots:
             return times_roots(self.roots(output), V, self.targets(output))
-        return self.times_drawn(output, V)
-
-    def times_drawn(self, output: Tensor, V: Tensor) -> Tensor:
-        """An estimate of F v from one drawn target y per row: ∇²(−log p(y)) v, whose mean is F v if −log p is smooth.
-
-        In the natural parameters of an exponential family the Hessian does not depend on y, so the estimate is exact.
-        Elsewhere it may be negative by chance, and it misses the curvature in the kinks of −log p (Laplace). In those
-        cases g gᵀ v is used, which is noisier.
-        """
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
             (g,) = torch.autograd.grad(self.total_nll(leaf, self.sample(output)), leaf, create_graph=True)
@@ -118,9 +114,13 @@ class Likelihood(ABC):
                 return HV
         return times_roots([g], V, self.targets(output))
 
+    def _rows(self, output: Tensor) -> Tensor:
+        """The output with all elements of a target in the last dimension, (..., m)."""
+        return output if output.ndim > 1 else output.unsqueeze(-1)
+
     def targets(self, output: Tensor) -> int:
         """The number of targets that belong to an output."""
-        return output.numel() // output.shape[-1] if output.ndim > 1 else output.numel()
+        return self._rows(output).shape[:-1].numel()
 
     def check(self, output: Tensor) -> None:
         """Raises ValueError if the output does not fit this likelihood."""
@@ -137,19 +137,14 @@ class Likelihood(ABC):
 
     def counted(self, output: Tensor, mask: Tensor | None) -> Tensor | None:
         """Which targets the loss counts, (targets,), from a mask with one or more entries per target; None: all."""
-        if mask is None or mask.numel() % self.targets(output):
+        if mask is None or mask.numel() % self.targets(output) or not mask.any():
             return None
-        mask = mask.reshape(self.targets(output), -1).any(dim=1)
-        return mask if mask.any() else None
+        return mask.reshape(self.targets(output), -1).any(dim=1)
 
     def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """Which targets the user's loss counts, (...) for (..., m): those that have a gradient, or need none."""
-        reached = self.any_element(gradient != 0)
+        """Which targets the user's loss counts, (...) for rows (..., m): those that have a gradient, or need none."""
+        reached = self._rows(gradient != 0).any(dim=-1)
         return reached if bool(reached.all()) else reached | self.certain(output)
-
-    def any_element(self, mask: Tensor) -> Tensor:
-        """Which targets have any element in a mask that is shaped like the output."""
-        return mask.any(dim=-1) if mask.ndim > 1 else mask
 
     def certain(self, output: Tensor) -> Tensor:
         """Which targets are predicted with certainty, so that a loss that counts them leaves no gradient."""
@@ -207,8 +202,8 @@ class Categorical(Likelihood):
     def roots(self, output: Tensor) -> Iterator[Tensor]:
         """g_k = √p_k (p − e_k): class k weighted by its probability; Σ_k g_k g_kᵀ = diag(p) − ppᵀ."""
         p = output.detach().softmax(dim=-1)
-        for mask, k, e_k in _basis(output):
-            yield p[..., k : k + 1].sqrt() * (p - e_k) * mask
+        for e_k in _basis(output):
+            yield (p * e_k).sum(dim=-1, keepdim=True).sqrt() * (p - e_k)  # zero at other targets, where e_k is zero
 
     def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
         """(diag(p) − ppᵀ) v"""
@@ -270,7 +265,7 @@ class Categorical(Likelihood):
         """q = p − g, if these are distributions."""
         q = output.softmax(dim=-1) - g
         valid = float(q.min()) >= -tolerance and float((q.sum(dim=-1) - 1).abs().max()) <= tolerance
-        return q.clamp(min=0) * self.counted_in(output, g)[..., None] if valid else None
+        return q.clamp(min=0) if valid else None
 
 
 class _Elementwise(Likelihood):
@@ -283,28 +278,20 @@ class _Elementwise(Likelihood):
     def curvature(self, output: Tensor) -> Tensor:
         """The Fisher information of each element of the output."""
 
-    def _of_targets(self, nll: Tensor) -> Tensor:
-        """−log p of each target, from that of its elements."""
-        return nll.reshape(self.targets(nll), -1).sum(dim=-1)
-
-    def targets(self, output: Tensor) -> int:
-        return len(output) if output.ndim > 3 else super().targets(output)
+    def _rows(self, output: Tensor) -> Tensor:
+        return output.flatten(1) if output.ndim > 3 else super()._rows(output)
 
     def roots(self, output: Tensor) -> Iterator[Tensor]:
         """g_k = √f_k e_k, where f_k is the element's own Fisher information."""
         root = self.curvature(output.detach()).sqrt()
-        rows = root if root.ndim > 1 else root[:, None]
-        for mask, _, e_k in _basis(rows):
-            yield (rows * e_k * mask).view_as(output)
+        for e_k in _basis(output):
+            yield root * e_k
 
     def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
         return self.curvature(to_float64(output)) * V
 
     def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
         return y.reshape(output.shape).to(output.dtype) if y.numel() == output.numel() else None
-
-    def any_element(self, mask: Tensor) -> Tensor:
-        return mask.flatten(1).any(dim=1) if mask.ndim > 3 else super().any_element(mask)
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         if y.shape != output.shape:
@@ -320,7 +307,8 @@ class Bernoulli(_Elementwise):
     hint = "If the model ends in a sigmoid, remove that and use nn.BCEWithLogitsLoss instead of nn.BCELoss"
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
-        return self._of_targets(F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none"))
+        values = F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none")
+        return self._rows(values).sum(dim=-1).flatten()
 
     def sample(self, output: Tensor) -> Tensor:
         return torch.bernoulli(output.detach().float().sigmoid())
@@ -330,7 +318,7 @@ class Bernoulli(_Elementwise):
         return p * (1 - p)
 
     def certain(self, output: Tensor) -> Tensor:
-        return ~self.any_element(output.abs() <= -math.log(CERTAIN))
+        return self._rows(output.abs() > -math.log(CERTAIN)).all(dim=-1)
 
     def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor:
         """The gradient, ∝ p − y, is negative where y is one."""
@@ -352,7 +340,7 @@ class Gaussian(_Elementwise):
     hint = "For classes declare nn.CrossEntropyLoss()"
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
-        return self._of_targets((output - y) ** 2 / 2)
+        return self._rows((output - y) ** 2 / 2).sum(dim=-1).flatten()
 
     def sample(self, output: Tensor) -> Tensor:
         return output.detach() + torch.randn_like(output)
@@ -397,9 +385,7 @@ def times_roots(roots: Iterable[Tensor], V: Tensor, targets: int) -> Tensor:
     return total
 
 
-def _basis(output: Tensor) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """For each target of an example and each coordinate k of it: a mask of that target, k, and the unit vector e_k."""
-    coordinates = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
-    for mask in torch.eye(output[0, ..., 0].numel(), dtype=output.dtype, device=output.device):
-        for k, e_k in enumerate(coordinates):
-            yield mask.view(*output.shape[1:-1], 1), k, e_k
+def _basis(output: Tensor) -> Iterator[Tensor]:
+    """The unit vectors e_k in the space of one example's output."""
+    for k in torch.arange(output[0].numel(), device=output.device):
+        yield F.one_hot(k, output[0].numel()).view(output.shape[1:]).to(output.dtype)

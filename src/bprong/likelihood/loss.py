@@ -28,58 +28,6 @@ ACCEPTED = (
 )
 
 
-class Loss:
-    """The mean of −log p over the targets that count; subclasses are the losses of torch.
-
-    name:        as the user declared it
-    likelihood:  p(y | output)
-    given:       the loss module, whose calls show the targets, or the options of a loss function
-
-    >>> declared_loss(nn.CrossEntropyLoss()).value(torch.zeros(2, 4), torch.tensor([1, 3]))
-    tensor(1.3863)
-    """
-
-    def __init__(self, name: str, likelihood: Likelihood, given: nn.Module | Mapping[str, Any] | None = None) -> None:
-        self.name = name
-        self.likelihood = likelihood
-        self.given = given
-
-    @property
-    def sums(self) -> bool:
-        """Whether the loss is a sum over targets."""
-        return False
-
-    @property
-    def weighted(self) -> bool:
-        """Whether some classes or elements count more than others."""
-        return False
-
-    def fits(self, output: Tensor) -> bool:
-        """Whether the model returns what the loss takes, as far as can be seen."""
-        return True
-
-    def value(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
-        """The loss as the user computes it, of the targets that count; classes are in the output's last dimension.
-
-        changed: options of the loss that differ
-        """
-        return self.likelihood.total_nll(output, y) / self.likelihood.targets(output)
-
-    def multiple(self, output: Tensor, y: Tensor, sums: bool) -> float:
-        """What the loss is as a multiple of the mean −log p of a target, if it is a sum over targets or a mean."""
-        return float(self.likelihood.targets(output)) if sums else 1.0
-
-    def smoothing(self, output: Tensor, y: Tensor) -> Tensor | None:
-        """What label smoothing adds to ∂ loss / ∂ output; None: nothing."""
-        return None
-
-    def gradient(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
-        """∂ loss / ∂ output."""
-        with torch.enable_grad():
-            leaf = output.detach().requires_grad_()
-            return torch.autograd.grad(self.value(leaf, y, **changed), leaf)[0]
-
-
 class Kind(NamedTuple):
     """A loss of torch.
 
@@ -94,34 +42,71 @@ class Kind(NamedTuple):
     nats: float | None = None
 
 
-class TorchLoss(Loss):
-    """A loss of torch. Its options are read at every use, because a module's weights may move to another device."""
+class Loss:
+    """A loss of torch, or the mean of −log p over the targets that count.
 
-    def __init__(self, name: str, kind: Kind, given: nn.Module | Mapping[str, Any]) -> None:
+    name:        as the user declared it
+    likelihood:  p(y | output)
+    kind:        which loss of torch it is; None: the mean of −log p
+    given:       the loss module, whose calls show the targets, or the options of a loss function
+
+    >>> declared_loss(nn.CrossEntropyLoss()).value(torch.zeros(2, 4), torch.tensor([1, 3]))
+    tensor(1.3863)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        likelihood: Likelihood,
+        kind: Kind | None = None,
+        given: nn.Module | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.likelihood = likelihood
         self.kind = kind
-        super().__init__(name, kind.family(), given)
-        self.likelihood.ignore_index = self.options.get("ignore_index", self.likelihood.ignore_index)
+        self.given = given
+        if "ignore_index" in self.options:
+            likelihood.ignore_index = self.options["ignore_index"]
 
     @property
     def options(self) -> dict[str, Any]:
+        """The options that are set, read at every use, because the user may change them or move them to a device."""
+        if self.kind is None:
+            return {}
         known = (
-            {n: getattr(self.given, n) for n in self.kind.options} if isinstance(self.given, nn.Module) else self.given
+            self.given if isinstance(self.given, Mapping) else {n: getattr(self.given, n) for n in self.kind.options}
         )
-        return {name: option for name, option in (known or {}).items() if option is not None}
+        return {name: option for name, option in known.items() if option is not None}
 
     @property
     def sums(self) -> bool:
+        """Whether the loss is a sum over targets."""
         return bool(self.options.get("reduction") == "sum")
 
     @property
     def weighted(self) -> bool:
+        """Whether some classes or elements count more than others."""
         return not self.options.keys().isdisjoint(("weight", "pos_weight"))
 
+    @property
+    def functions(self) -> frozenset[str]:
+        """The names of torch's functions that may be this loss."""
+        kinds = [kind for kind in _KINDS.values() if kind is self.kind or kind.family is type(self.likelihood)]
+        return frozenset(kind.function.__name__ for kind in kinds if self.kind in (None, kind))
+
     def fits(self, output: Tensor) -> bool:
-        normalised = self.kind is not _LOG_PROBABILITIES or float(output.logsumexp(dim=-1).abs().max()) < 0.1
-        return normalised or not bool(torch.isfinite(output).all())
+        """Whether the model returns what the loss takes, as far as can be seen."""
+        if self.kind != _KINDS["nll"] or not bool(torch.isfinite(output).all()):
+            return True
+        return float(output.logsumexp(dim=-1).abs().max()) < 0.1
 
     def value(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
+        """The loss as the user computes it, of the targets that count; classes are in the output's last dimension.
+
+        changed: options of the loss that differ
+        """
+        if self.kind is None:
+            return self.likelihood.total_nll(output, y) / self.likelihood.targets(output)
         # With reduction="none" the user reduces the values: to a mean, or the check of the gradient says otherwise.
         options = self.options | {"reduction": "sum" if self.sums else "mean"} | changed
         options = {k: option.to(output) if isinstance(option, Tensor) else option for k, option in options.items()}
@@ -130,36 +115,37 @@ class TorchLoss(Loss):
             output = output.flatten(end_dim=-2)
         return self.kind.function(output, y.to(output) if self.kind.nats or y.is_floating_point() else y, **options)
 
+    def multiple(self, output: Tensor, y: Tensor) -> float:
+        """What the loss is as a multiple of the mean −log p of a target."""
+        weight = self.options.get("weight")
+        if self.kind is not None and self.kind.nats is not None:
+            size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
+            return size * self.likelihood.targets(output) / (1 if self.sums else output.numel())
+        if self.sums and weight is not None and not y.is_floating_point():
+            return float(weight.to(y.device)[y[y != self.likelihood.ignore_index]].sum())
+        return float(self.likelihood.targets(output)) if self.sums else 1.0
+
     def smoothing(self, output: Tensor, y: Tensor) -> Tensor | None:
+        """What label smoothing adds to ∂ loss / ∂ output; None: nothing."""
         share = self.options.get("label_smoothing", 0.0)
         return share * self.gradient(output, y, label_smoothing=1.0) if share else None
 
-    def multiple(self, output: Tensor, y: Tensor, sums: bool) -> float:
-        if self.kind.nats is not None:
-            weight = self.options.get("weight")
-            size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
-            return size * self.likelihood.targets(output) / (1 if sums else output.numel())
-        if sums and "weight" in self.options and not y.is_floating_point():
-            return float(self.options["weight"].to(y.device)[y[y != self.likelihood.ignore_index]].sum())
-        return super().multiple(output, y, sums)
+    def gradient(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
+        """∂ loss / ∂ output."""
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            return torch.autograd.grad(self.value(leaf, y, **changed), leaf)[0]
 
 
-_CLASSES = Kind(
-    nn.CrossEntropyLoss, F.cross_entropy, Categorical, ("weight", "ignore_index", "reduction", "label_smoothing")
-)
-_LOG_PROBABILITIES = Kind(nn.NLLLoss, F.nll_loss, Categorical, ("weight", "ignore_index", "reduction"))
-_BITS = Kind(
-    nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, Bernoulli, ("weight", "reduction", "pos_weight"), 1.0
-)
-_NUMBERS = Kind(nn.MSELoss, F.mse_loss, Gaussian, ("reduction",), 2.0)
 _KINDS = {
-    "cross_entropy": _CLASSES,
-    "nll": _LOG_PROBABILITIES,
-    "nll_loss": _LOG_PROBABILITIES,
-    "bce_with_logits": _BITS,
-    "binary_cross_entropy_with_logits": _BITS,
-    "mse": _NUMBERS,
-    "mse_loss": _NUMBERS,
+    "cross_entropy": Kind(
+        nn.CrossEntropyLoss, F.cross_entropy, Categorical, ("weight", "ignore_index", "reduction", "label_smoothing")
+    ),
+    "nll": Kind(nn.NLLLoss, F.nll_loss, Categorical, ("weight", "ignore_index", "reduction")),
+    "bce_with_logits": Kind(
+        nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, Bernoulli, ("weight", "reduction", "pos_weight"), 1.0
+    ),
+    "mse": Kind(nn.MSELoss, F.mse_loss, Gaussian, ("reduction",), 2.0),
 }
 _WORDS: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
@@ -167,7 +153,7 @@ _WORDS: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": 
 def declared_loss(given: Declaration | None) -> Loss:
     """The loss that was declared; None: a likelihood that only knows which targets count.
 
-    >>> declared_loss("mse").multiple(torch.zeros(8, 5), torch.zeros(8, 5), sums=False)
+    >>> declared_loss("mse").multiple(torch.zeros(8, 5), torch.zeros(8, 5))
     0.4
     """
     if given is None:
@@ -176,18 +162,18 @@ def declared_loss(given: Declaration | None) -> Loss:
         return Loss(type(given).__name__, given)
     if isinstance(given, str) and given in _WORDS:
         return Loss(f'"{given}"', _WORDS[given]())
-    if isinstance(given, str) and given in _KINDS:
-        return TorchLoss(f'"{given}"', _KINDS[given], {})
     function: object = given
     keywords: dict[str, Any] = {}
     if isinstance(given, functools.partial) and not given.args:
         function = given.func
         keywords = given.keywords
-    for kind in _KINDS.values():
+    for name, kind in _KINDS.items():
+        if isinstance(given, str) and given in (name, kind.function.__name__):
+            return Loss(f'"{given}"', kind.family(), kind, {})
         if isinstance(given, kind.module) and type(given).forward is kind.module.forward:
-            return TorchLoss(f"nn.{kind.module.__name__}", kind, given)
+            return Loss(f"nn.{kind.module.__name__}", kind.family(), kind, given)
         if function is kind.function and keywords.keys() <= set(kind.options):
-            return TorchLoss(f"F.{kind.function.__name__}", kind, keywords)
+            return Loss(f"F.{kind.function.__name__}", kind.family(), kind, keywords)
     raise (ValueError if isinstance(given, str) else TypeError)(_refusal(given))
 
 

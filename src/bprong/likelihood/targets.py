@@ -40,47 +40,45 @@ class Targets:
 
     def mean(self, output: Tensor) -> float:
         """The mean −log p of a target, weighted as in the loss."""
-        return float(self._mean(self._leaf(output).detach()))
+        return float(self._mean(self._exact(output)))
 
     def slopes(self, output: Tensor, along: Sequence[Tensor]) -> list[float]:
         """The derivatives of that mean along changes of the output."""
         with torch.enable_grad():
-            leaf = self._leaf(output)
+            leaf = self._exact(output).requires_grad_()
             (g,) = torch.autograd.grad(self._mean(leaf), leaf)
         return [float((g * d).sum()) for d in along]
 
     def multiple(self) -> float:
         """The user's loss as a multiple of the mean −log p of a target; it depends on the number of targets alone."""
         output = self.y if self.y.is_floating_point() else self.y.unsqueeze(-1)
-        return self.ratio * self.loss.multiple(*self._of_counted(output), self.loss.sums)
+        return self.ratio * self.loss.multiple(self._part(output), self._part(self.y))
 
     def select(self, rows: Callable[[Tensor], Tensor]) -> Targets:
         """The targets of some of the examples; rows: selects their rows of a tensor."""
         return replace(self, y=rows(self.y), counted=None if self.counted is None else rows(self.counted))
 
     def _mean(self, output: Tensor) -> Tensor:
-        f, y = self._of_counted(output)
-        if self.effective:
-            return Loss.value(self.loss, f, y)
-        return self.loss.value(f, y) / self.loss.multiple(f, y, self.loss.sums)
+        f, y = map(self._part, (output, self.y))
+        loss = Loss(self.loss.name, self.loss.likelihood) if self.effective else self.loss
+        return loss.value(f, y) / loss.multiple(f, y)
 
-    def _of_counted(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        return (output, self.y) if self.counted is None else (output[self.counted], self.y[self.counted])
+    def _part(self, tensor: Tensor) -> Tensor:
+        """The rows of the targets that count."""
+        return tensor if self.counted is None else tensor[self.counted]
 
-    def _leaf(self, output: Tensor) -> Tensor:
-        """A leaf of a new autograd graph with the values of the output, in float64 if the likelihood accepts that."""
-        output = to_float64(output) if self.loss.likelihood.takes_float64 else output
-        return output.detach().clone().requires_grad_()
+    def _exact(self, output: Tensor) -> Tensor:
+        """The values of the output, in float64 if the likelihood accepts that."""
+        return to_float64(output.detach()) if self.loss.likelihood.takes_float64 else output.detach()
 
     def fitted(self, f: Tensor, G: Tensor) -> Targets:
         """These targets with r by least squares, and what they leave unexplained beyond rounding."""
-        f, y = self._of_counted(f)
-        G = G if self.counted is None else G[self.counted]
+        f, y, G = map(self._part, (f, self.y, G))
         E = self.loss.gradient(f, y)
         unit = E / E.abs().max().clamp(min=torch.finfo(E.dtype).tiny)  # the square of E may underflow
         ratio = float((G * unit).sum()) / max(float((E * unit).sum()), 1e-300)
         # Rounding: that of κ p and κ y before their difference, which is float32's even if G was rounded further.
-        kappa = abs(ratio) * self.loss.multiple(f, y, self.loss.sums) / self.loss.likelihood.targets(f)
+        kappa = abs(ratio) * self.loss.multiple(f, y) / self.loss.likelihood.targets(f)
         rounding = 5e-7 * kappa * G.numel() ** 0.5
         residual = max(0.0, float((G - ratio * E).norm()) - rounding) / max(float(G.norm()), 1e-30)
         return replace(self, ratio=ratio, residual=residual if ratio > 0 else 1.0)
@@ -106,10 +104,13 @@ def read_targets(
     f = output.detach().to(torch.promote_types(output.dtype, torch.float32))
     G = gradient.detach().to(f.dtype)
     laid_out = [likelihood.laid_out(y, output) for y in given]
-    known = [Targets(loss, y, nontrivial(likelihood.not_ignored(y)), assumed[0]) for y in laid_out if y is not None]
+    known = [
+        Targets(loss, y, nontrivial(mask), assumed[0])
+        for y in laid_out
+        if y is not None and ((mask := likelihood.not_ignored(y)) is None or bool(mask.any()))
+    ]
     if not bool(G.any()):  # nothing can be read off zeros: no target counts, or all are predicted with certainty
-        masks = [likelihood.not_ignored(targets.y) for targets in known]
-        return next((t for t, mask in zip(known, masks, strict=True) if mask is None or mask.any()), None)
+        return known[0] if known else None
     found = [targets.fitted(f, G) for targets in known]
     if not any(one.residual <= tolerance for one in found):
         found += _hard_targets(loss, f, G, tolerance)
@@ -137,9 +138,9 @@ def _hard_targets(loss: Loss, f: Tensor, G: Tensor, tolerance: float) -> list[Ta
 def _soft_targets(loss: Loss, f: Tensor, G: Tensor, assumed: Sequence[float], tolerance: float) -> Targets | None:
     """The targets y at which ∂(−log p) / ∂f is G / (r κ), for the first assumed r at which there are any."""
     counted = loss.likelihood.counted_in(f, G)
+    part = f[counted]
     for ratio in assumed:
-        part = f[counted]
-        kappa = ratio * loss.multiple(part, part, loss.sums) / loss.likelihood.targets(part)
+        kappa = ratio * loss.multiple(part, part) / loss.likelihood.targets(part)
         y = loss.likelihood.targets_behind(f, G / kappa, tolerance)
         if y is not None:
             return Targets(loss, y, nontrivial(counted), ratio, effective=True)

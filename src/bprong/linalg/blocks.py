@@ -8,8 +8,12 @@ block over the channels, which all positions of the kernel share.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
+from torch import Tensor
 
 MAX_DIM = 4096  # a full side then takes 200 MB: 128 MB of float64 moments and a float32 inverse
 
@@ -19,13 +23,15 @@ class Blocks:
     """groups × count blocks of `size` coordinates, each of which stands for `positions` features.
 
     The features of a group are ordered as (count, size, positions). The side of a plain layer is one block of one
-    group; positions > 1 is a convolution that is whitened over its channels alone.
+    group; positions > 1 is a convolution that is whitened over its channels alone. The last block of a group may have
+    `padding` coordinates that are always zero.
     """
 
     size: int
     count: int = 1
     groups: int = 1
     positions: int = 1
+    padding: int = 0
 
     @cached_property
     def lead(self) -> int:
@@ -35,7 +41,7 @@ class Blocks:
     @cached_property
     def features(self) -> int:
         """The number of features of one group."""
-        return self.count * self.size * self.positions
+        return (self.count * self.size - self.padding) * self.positions
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -53,24 +59,27 @@ class Blocks:
         >>> [str(blocks) for blocks in sides]
         ['784', '32 × 9', '500 diagonal', '200 × 250 blocks', '64 channels']
         """
+        if self.count > 1 and self.positions == 1:
+            return f"{self.lead} diagonal" if self.size == 1 else f"{self.lead} × {self.size} blocks"
         sizes = f"{self.groups} × {self.size}" if self.groups > 1 else f"{self.size}"
-        if self.positions > 1:
-            return f"{sizes} channels"
-        if self.count > 1:
-            total = self.groups * self.count
-            return f"{total} diagonal" if self.size == 1 else f"{total} × {self.size} blocks"
-        return sizes
+        return f"{sizes} channels" if self.positions > 1 else sizes
 
 
 def blocks_of(
-    features: int, groups: int = 1, positions: int = 1, *, max_dim: int = MAX_DIM, channels: bool = False
+    features: int,
+    groups: int = 1,
+    positions: int = 1,
+    *,
+    max_dim: int = MAX_DIM,
+    channels: bool = False,
+    padded: bool = True,
 ) -> Blocks:
     """The blocks for a side with this many features in all groups, of which each channel has `positions`.
 
     The first of these that takes no more memory than one block of `max_dim`: one block for each group; for a
-    convolution, its channels (at once if `channels`); the largest blocks that divide the features.
+    convolution, its channels (at once if `channels`); as few equal blocks as possible, of which the last may be padded.
 
-    >>> [str(blocks_of(d, max_dim=100)) for d in (100, 120, 500, 20_000)]
+    >>> [str(blocks_of(d, max_dim=100)) for d in (100, 120, 499, 20_000)]
     ['100', '2 × 60 blocks', '25 × 20 blocks', '20000 diagonal']
     """
     each = features // groups
@@ -78,8 +87,23 @@ def blocks_of(
         return Blocks(each, 1, groups)
     each //= positions
     largest = min(_largest(each * groups, max_dim), each)
-    size = next(b for b in range(largest, 0, -1) if each % b == 0)
-    return Blocks(size, each // size, groups, positions)
+    count = math.ceil(each / largest)
+    while not padded and each % count:
+        count += 1
+    size = math.ceil(each / count)
+    return Blocks(size, count, groups, positions, count * size - each)
+
+
+def split(values: Tensor, blocks: Blocks) -> Tensor:
+    """(…, features) → (…, count, size, positions): the features of a group as blocks."""
+    padding = values.new_zeros(*values.shape[:-1], blocks.padding * blocks.positions)
+    padded = torch.cat([values, padding], dim=-1) if blocks.padding else values
+    return padded.reshape(*values.shape[:-1], blocks.count, blocks.size, blocks.positions)
+
+
+def joined(values: Tensor, blocks: Blocks) -> Tensor:
+    """The inverse of `split`."""
+    return values.flatten(-3)[..., : blocks.features]
 
 
 def _largest(features: int, max_dim: int) -> int:

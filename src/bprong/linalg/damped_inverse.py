@@ -7,11 +7,10 @@ root; a step in ordinary coordinates needs UᵀU only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -57,12 +56,11 @@ class Damping:
 
     def units(self, variances: Tensor) -> Tensor:
         """The unit in which ε counts, for each coordinate."""
-        ones = torch.ones_like(variances)
         if self.relative_to == "one":
-            return ones
+            return torch.ones_like(variances)
         if self.relative_to == "mean":
             variances = variances.mean().expand_as(variances)
-        return torch.where(variances > 0, variances, ones)
+        return torch.where(variances > 0, variances, 1.0)
 
 
 def inverse(
@@ -94,14 +92,12 @@ def inverse(
     single = dtype == torch.float32 and _safe_in_single(scaled, epsilon * weight)
     damped = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=torch.float32 if single else torch.float64))
     damped.diagonal(dim1=-2, dim2=-1).add_(epsilon)
-    with failures_named():
-        L = _cholesky_factor(damped)
-        # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
-        found = None if L is None else torch.cholesky_inverse(L).mT
-        if found is None or not finite(found):  # a moment that is not finite ends here as well
-            U = _eigh_root(_symmetrised(scaled) / weight, epsilon)
-            found = U.mT @ U
-            _check_finite(found)
+    L = _cholesky_factor(damped)
+    # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
+    found = None if L is None else torch.cholesky_inverse(L).mT
+    if found is None or not finite(found):  # a moment that is not finite ends here as well
+        U = _root(_symmetrised(scaled) / weight, epsilon)
+        found = U.mT @ U
     return found.div_(outer(root, root).to(found)) if rescaled else found
 
 
@@ -162,52 +158,44 @@ def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver =
     # correlation matrix, which stays well conditioned when features differ by many orders of magnitude.
     unit = units.sqrt()
     scaled = second / outer(unit, unit)
-    with failures_named():
-        matrix = _SOLVERS[solver](scaled, damping.value)
-    _check_finite(matrix)
+    matrix = _root(scaled, damping.value, solver)
     return Root(matrix / unit.unsqueeze(-2), damping.value * units, second, scaled)
 
 
-@contextmanager
-def failures_named() -> Iterator[None]:
-    """Turns an error of LAPACK into a WhiteningError."""
+def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """λ and P of a symmetric matrix; an error of LAPACK becomes a WhiteningError."""
     try:
-        yield
+        return cast(tuple[Tensor, Tensor], torch.linalg.eigh(matrix))
     except LinAlgError as reason:
         raise WhiteningError(f"the factorisation failed: {reason}") from reason
 
 
-def _check_finite(found: Tensor) -> None:
-    if not finite(found):
+def _root(second: Tensor, epsilon: float | Tensor, solver: RootSolver = "eigh") -> Tensor:
+    """U with U (Ž+ε) Uᵀ = I.
+
+    eigh:       (Λ+ε)^(-1/2) Pᵀ, the paper's
+    cholesky:   L⁻¹ from Ž+ε = LLᵀ, triangular; the paper's if rounding made the matrix indefinite
+    symmetric:  P (Λ+ε)^(-1/2) Pᵀ, the whitening closest to the identity
+    """
+    if solver == "cholesky":
+        identity = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
+        L = _cholesky_factor(second + epsilon * identity)
+        if L is not None:
+            return cast(Tensor, torch.linalg.solve_triangular(L, identity, upper=False))
+    eigenvalues, P = eigenpairs(second)
+    damped = eigenvalues.clamp(min=0) + epsilon  # rounding leaves negative eigenvalues in a rank-deficient moment
+    if (damped.amin(dim=-1) <= _rounding(damped)).any():
+        raise WhiteningError(
+            f"the statistics span {_rank(eigenvalues)} of {eigenvalues.numel()} directions and the damping "
+            f"({float(torch.as_tensor(epsilon).min()):g}) is too small to fill the others; give a larger damping"
+        )
+    # The largest entry of each eigenvector is made positive, so that equal statistics give an equal U.
+    largest = P.gather(-2, P.abs().argmax(dim=-2, keepdim=True))
+    P = torch.where(largest < 0, -P, P)
+    U = P.mT / damped.sqrt().unsqueeze(-1)
+    if not finite(U):
         raise WhiteningError("the factorisation is not finite although the statistics are; try a larger damping")
-
-
-def _eigh_root(second: Tensor, epsilon: float | Tensor) -> Tensor:
-    """The paper's root: U = (Λ+ε)^(-1/2) Pᵀ."""
-    eigenvalues, P = torch.linalg.eigh(second)
-    U: Tensor = (P * _signs(P)).mT / _damped(eigenvalues, epsilon).sqrt().unsqueeze(-1)
-    return U
-
-
-def _symmetric_root(second: Tensor, epsilon: float) -> Tensor:
-    """The symmetric root: P (Λ+ε)^(-1/2) Pᵀ = P U, the whitening closest to the identity."""
-    U = _eigh_root(second, epsilon)
-    P: Tensor = (U / torch.linalg.vector_norm(U, dim=-1, keepdim=True)).mT
-    return P @ U
-
-
-def _cholesky_root(second: Tensor, epsilon: float) -> Tensor:
-    """The triangular root: U = L⁻¹ from Ž+ε = LLᵀ; the paper's root if rounding made the matrix indefinite."""
-    identity = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
-    L = _cholesky_factor(second + epsilon * identity)
-    return _eigh_root(second, epsilon) if L is None else torch.linalg.solve_triangular(L, identity, upper=False)
-
-
-_SOLVERS: dict[RootSolver, Callable[[Tensor, float], Tensor]] = {
-    "eigh": _eigh_root,
-    "cholesky": _cholesky_root,
-    "symmetric": _symmetric_root,
-}
+    return P @ U if solver == "symmetric" else U
 
 
 def _cholesky_factor(damped: Tensor) -> Tensor | None:
@@ -227,17 +215,6 @@ def _symmetrised(second: Tensor) -> Tensor:
     return (second + second.mT) / 2
 
 
-def _damped(eigenvalues: Tensor, epsilon: float | Tensor) -> Tensor:
-    """Λ + ε; the negative eigenvalues that rounding leaves in a rank-deficient moment count as zero."""
-    damped = eigenvalues.clamp(min=0) + epsilon
-    if (damped.amin(dim=-1) <= _rounding(damped)).any():
-        raise WhiteningError(
-            f"the statistics span {_rank(eigenvalues)} of {eigenvalues.numel()} directions and the damping "
-            f"({float(torch.as_tensor(epsilon).min()):g}) is too small to fill the others; give a larger damping"
-        )
-    return damped
-
-
 def _rank(eigenvalues: Tensor) -> int:
     return int((eigenvalues > _rounding(eigenvalues).unsqueeze(-1)).sum())
 
@@ -245,9 +222,3 @@ def _rank(eigenvalues: Tensor) -> int:
 def _rounding(eigenvalues: Tensor) -> Tensor:
     """What cannot be distinguished from zero beside a block's largest eigenvalue, as in numpy's matrix_rank."""
     return eigenvalues.amax(dim=-1).clamp(min=0) * eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps
-
-
-def _signs(P: Tensor) -> Tensor:
-    """±1 for each column, so that its largest entry is positive and equal statistics give an equal U."""
-    largest = P.gather(-2, P.abs().argmax(dim=-2, keepdim=True))
-    return torch.where(largest < 0, -1.0, 1.0).to(P)

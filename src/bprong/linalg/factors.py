@@ -1,7 +1,7 @@
 """Factors: the inverse (Ž+ε)⁻¹ of a damped second moment, in the form that is cheapest to apply.
 
-A side is inverted exactly, block by block (`Dense`) or coordinate by coordinate (`Diagonal`), or by its leading
-directions (`LowRank`). A new form is a subclass of `Factor`.
+A side is inverted exactly, block by block or coordinate by coordinate (`Dense`), or by its leading directions
+(`LowRank`). A new form is a subclass of `Factor`.
 
     (Ž+εI)⁻¹ ≈ I/s − BBᵀ,   s = ε + σ,  B = P diag((λ−σ)/(λ+ε)/s)^½      P, λ: top k eigenpairs of Ž, σ: the tail's mean
 
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.damped_inverse import Damping, failures_named, inverse
+from bprong.linalg.blocks import Blocks, joined, split
+from bprong.linalg.damped_inverse import Damping, eigenpairs, inverse
 from bprong.linalg.moments import Moments
 
 OVERSAMPLING = 32  # directions iterated beyond the previous rank
@@ -55,12 +55,19 @@ class Factor(ABC):
         """M (Ž+ε)⁻¹; with `overwrite` the result may take M's memory."""
 
     @abstractmethod
+    def to(self, dtype: torch.dtype) -> Factor:
+        """The factor in another precision."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values; `factor_of_state` restores the factor."""
 
 
 class Dense(Factor):
-    """The inverse itself: (size, size), or (lead, size, size) block by block."""
+    """The inverse itself: (size, size), or (lead, size, size) block by block.
+
+    The products of blocks of one coordinate are taken by elements.
+    """
 
     def __init__(self, inverse: Tensor, blocks: Blocks) -> None:
         self.inverse = inverse
@@ -69,17 +76,23 @@ class Dense(Factor):
         self.dtype = inverse.dtype
 
     def left(self, M: Tensor) -> Tensor:
-        if not self.blocks.lead and self.blocks.positions == 1:
-            return self.inverse @ M
-        return (self.inverse @ M.reshape(*self.inverse.shape[:-1], -1)).reshape(M.shape)
+        if self.blocks.padding and M.shape[:2] != self.inverse.shape[:2]:
+            return self.right(M.reshape(self.blocks.groups, self.blocks.features, -1).mT).mT.reshape(M.shape)
+        product = torch.mul if self.blocks.size == 1 else torch.matmul
+        return product(self.inverse, M.reshape(*self.inverse.shape[:-1], -1)).reshape(M.shape)
 
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         blocks = self.blocks
-        if blocks.count == 1 and blocks.positions == 1:
+        if blocks.size > 1 and blocks.count == 1 and blocks.positions == 1:
             return M @ self.inverse
-        split = M.reshape(blocks.groups, -1, blocks.count, blocks.size, blocks.positions)
+        parts = split(M.reshape(blocks.groups, -1, blocks.features), blocks)
         inverse = self.inverse.view(blocks.groups, blocks.count, blocks.size, blocks.size)
-        return torch.einsum("goibt,gibc->goict", split, inverse).reshape(M.shape)
+        if blocks.size == 1:
+            return (parts * inverse.unsqueeze(1)).reshape(M.shape)
+        return joined(torch.einsum("goibt,gibc->goict", parts, inverse), blocks).reshape(M.shape)
+
+    def to(self, dtype: torch.dtype) -> Dense:
+        return Dense(self.inverse.to(dtype), self.blocks)
 
     def state_dict(self) -> dict[str, Any]:
         # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
@@ -87,17 +100,6 @@ class Dense(Factor):
 
     def __str__(self) -> str:
         return "exact"
-
-
-class Diagonal(Dense):
-    """The inverse of a side in blocks of one coordinate, (lead, 1, 1): products are by elements."""
-
-    def left(self, M: Tensor) -> Tensor:
-        return (self.inverse.view(-1, 1) * M.reshape(self.blocks.lead, -1)).reshape(M.shape)
-
-    def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
-        features = self.inverse.view(self.blocks.groups, 1, -1).repeat_interleave(self.blocks.positions, dim=-1)
-        return M * features if M.ndim == 3 else M * features[0]
 
 
 class LowRank(Factor):
@@ -123,6 +125,9 @@ class LowRank(Factor):
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         return torch.addmm(M, M @ self.B, self.B.T, beta=1 / self.s, alpha=-1, out=M if overwrite else None)
 
+    def to(self, dtype: torch.dtype) -> LowRank:
+        return LowRank(self.B.to(dtype), self.s, self.error)
+
     def state_dict(self) -> dict[str, Any]:
         return {"B": self.B, "s": self.s, "error": self.error}
 
@@ -139,16 +144,12 @@ def factor_of_state(state: Mapping[str, Any], blocks: Blocks, like: Tensor) -> F
     """The factor whose `state_dict` this is."""
     if "B" in state:
         return LowRank(state["B"].to(like), state["s"], state["error"])
-    return _exact_form(state["inverse"].to(like), blocks)
+    return Dense(state["inverse"].to(like), blocks)
 
 
 def exact_factor(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Factor:
     """The exact factor of a side, in the dtype and on the device of `like`."""
-    return _exact_form(inverse(moments.scatter, damping, like.dtype, weight=moments.weight).to(like), blocks)
-
-
-def _exact_form(inverse: Tensor, blocks: Blocks) -> Factor:
-    return Diagonal(inverse, blocks) if blocks.size == 1 and blocks.lead else Dense(inverse, blocks)
+    return Dense(inverse(moments.scatter, damping, like.dtype, weight=moments.weight).to(like), blocks)
 
 
 PROBES = 32  # random vectors that estimate the distance of a wide side from white
@@ -220,11 +221,10 @@ def _directions(like: Tensor, count: int) -> Tensor:
 
 def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ritz values λ, largest first, vectors P and residuals ŽP − Pλ after some rounds of subspace iteration."""
-    with failures_named():
-        for _ in range(ROUNDS):
-            basis = torch.linalg.qr(second @ basis)[0]
-        product = second @ basis
-        values, rotation = torch.linalg.eigh(basis.T @ product)
+    for _ in range(ROUNDS):
+        basis = torch.linalg.qr(second @ basis)[0]
+    product = second @ basis
+    values, rotation = eigenpairs(basis.T @ product)
     vectors = basis @ rotation
     residuals = product @ rotation - vectors * values
     return values.flip(0), vectors.flip(1), residuals.flip(1)

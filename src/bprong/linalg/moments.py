@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bprong.linalg.blocks import Blocks
+from bprong.linalg.blocks import Blocks, split
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Moments:
         """Whether every observation was finite: an infinite or NaN row leaves its mark in the scatter."""
         return finite(self.scatter)
 
-    @property
-    def _kind(self) -> str:
-        return f"{'uncentred' if self.mean is None else 'centred'} moments of shape {tuple(self.scatter.shape)}"
-
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations together (Chan, Golub & LeVeque's pairwise rule)."""
-        if self._kind != other._kind:
-            raise ValueError(f"cannot merge {self._kind} with {other._kind}")
+        ours, theirs = (
+            f"{'uncentred' if m.mean is None else 'centred'} moments of shape {tuple(m.scatter.shape)}"
+            for m in (self, other)
+        )
+        if ours != theirs:
+            raise ValueError(f"cannot merge {ours} with {theirs}")
         return self.average(other, 1.0)
 
     def average(self, new: Moments, keep: float) -> Moments:
@@ -128,7 +128,7 @@ def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
 
     Each position of a convolution's kernel counts as a row where all positions share their channels' moments.
     """
-    values = values.reshape(len(values), blocks.groups * blocks.count, blocks.size, blocks.positions)
+    values = split(values.reshape(len(values), blocks.groups, -1), blocks).flatten(1, 2)
     values = values.movedim(-1, 1).flatten(0, 1)
     return values if blocks.lead else values.squeeze(1)
 
@@ -136,6 +136,7 @@ def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
 def feature_means(mean: Tensor, blocks: Blocks) -> Tensor:
     """A mean (size) or (lead, size) as the mean of every feature: (features,), or (groups, features)."""
     means = mean.reshape(blocks.groups, -1, 1).expand(-1, -1, blocks.positions).flatten(1)
+    means = means[:, : blocks.features]
     return means if blocks.groups > 1 else means.squeeze(0)
 
 
@@ -143,7 +144,7 @@ def _scatter(rows: Tensor) -> Tensor:
     """Σ over rows of their outer products, block by block: (rows, d) → (d, d), (rows, n, d) → (n, d, d)."""
     if rows.shape[-1] == 1:
         return rows.square().sum(dim=0).unsqueeze(-1)
-    return rows.T @ rows if rows.ndim == 2 else rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+    return rows.movedim(0, -1) @ rows.movedim(0, -2)
 
 
 def finite(values: Tensor) -> bool:

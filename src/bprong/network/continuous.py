@@ -25,24 +25,19 @@ this, which starts at 1 and forgets as S does, leaves ½ … 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bprong.capture.measure import LayerMoments
-from bprong.errors import LinAlgError, WhiteningError
+from bprong.errors import WhiteningError
 from bprong.linalg.damped_inverse import Damping
-from bprong.network.coordinates import Change, NearIdentity
-from bprong.network.layers import WhitenedLayer
-from bprong.whitening.layers import Layers
-from bprong.whitening.side import Side
+from bprong.linalg.moments import to_float64
+from bprong.network.coordinates import Multiplier
 
 CYCLES = 2  # times that every coordinate is damped within 1/μ steps: ε then stays within 0.77 … 1.27 of itself
 DRIFT = 2.0  # a side is anchored again once its whitened rows are this many times too long or too short, squared
-PROBE_ROWS = 8  # rows on which a step is checked; more would cost as much as the step itself
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Track:
     length: float = 1.0
     turn: int = 0
 
-    def step(self, U: Tensor, V: Tensor, mu: float, damping: Damping) -> tuple[NearIdentity, Track]:
+    def step(self, U: Tensor, V: Tensor, mu: float, damping: Damping) -> tuple[Multiplier, Track]:
         """T of the relative step by the rows V (n, d) of a batch, VᵀV their second moment, and the track after it.
 
         Raises WhiteningError if the side has drifted and needs an exact factorisation.
@@ -66,7 +61,7 @@ class Track:
         length = (1 - mu) * self.length + mu * float(rows.square().sum()) / len(U)
         if not 1 / DRIFT <= length <= DRIFT:  # written so that NaN counts as drift
             raise WhiteningError("it has drifted from white")
-        return NearIdentity.whitening(rows, mu), Track(length, self.turn + 1)
+        return near_identity(rows, mu), Track(length, self.turn + 1)
 
 
 def damping_rows(U: Tensor, epsilon: Tensor, mu: float, turn: int) -> Tensor:
@@ -90,64 +85,22 @@ def centred_rows(z: Tensor, c: Tensor, mu: float) -> tuple[Tensor, Tensor]:
     return torch.cat([(z - mean) / math.sqrt(len(z)), between.unsqueeze(0)]), c + mu * (mean - c)
 
 
-def move_(
-    module: WhitenedLayer,
-    side: Side,
-    tracks: dict[Side, Track],
-    measured: LayerMoments,
-    mu: float,
-    damping: Damping,
-    carry: Callable[[WhitenedLayer, Change], None],
-) -> bool:
-    """Moves one side by a relative step with the rows measured; False, with nothing changed, if it needs an anchor.
-
-    A batch that is not finite needs one too: the exact factorisation reports why it cannot be used.
-
-    carry: is called with the layer and its change of coordinates, to move the optimizer's state
-    """
-    found = measured.z_rows if side.of_inputs else measured.delta_rows
-    if side not in tracks or not found:
-        return side in tracks  # a layer without rows waits for its next batch
-    held = module.U if side.of_inputs else cast(Tensor, module.R)
-    U = held.to(torch.promote_types(held.dtype, torch.float32))
-    rows = torch.cat(found).to(U)
-    V = rows / math.sqrt(len(rows) if side.of_inputs else measured.targets)
-    mean = None
-    if side.of_inputs and module.centred:
-        V, mean = centred_rows(rows, module.c.to(U), mu)
-    try:
-        T, moved = tracks[side].step(U, V, mu, damping)
-        change = module.rewhiten_(side, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
-    except (WhiteningError, LinAlgError):
-        return False
-    carry(module, change)
-    tracks[side] = moved
-    return True
+def near_identity(V: Tensor, mu: float) -> Multiplier:
+    """T with T ((1−μ) I + μ VᵀV) Tᵀ = I, for rows V (n, d) in whitened coordinates."""
+    if len(V) > V.shape[-1]:
+        V = torch.linalg.qr(V, mode="r").R  # d rows with the same VᵀV
+    rho = mu / (1 - mu)
+    gram = to_float64(V @ V.mT)
+    one = torch.eye(len(V), dtype=gram.dtype, device=gram.device)
+    L = torch.linalg.cholesky(one + rho * (gram + gram.mT) / 2)
+    # Triangular solves of the batch's size cost little in float64; the products with V keep its own precision.
+    B = torch.linalg.solve_triangular(L + one, rho * one, upper=False)
+    A = torch.linalg.solve_triangular(L.mT, B, upper=True).mT
+    gain = (1 - mu) ** -0.5
+    return Multiplier(partial(_times, gain, V, -A.to(V)), partial(_times, 1 / gain, V, B.mT.to(V)))
 
 
-def refuse_blocks(layers: Layers) -> None:
-    """Raises ValueError if a side is whitened in several blocks."""
-    for name, side in ((layer.name, side) for layer in layers.values() for side in layer.sides):
-        if side.blocks.lead or side.blocks.positions > 1:
-            raise ValueError(
-                f"layer {name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one block can "
-                f'be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'
-            )
-
-
-def state_of(tracks: Mapping[Side, Track], layers: Layers) -> dict[str, Any]:
-    """The tracks by the names of their layers and sides: plain values only."""
-    return {
-        layer.name: {side.name: asdict(tracks[side]) for side in layer.sides if side in tracks}
-        for layer in layers.values()
-    }
-
-
-def tracks_of(state: Mapping[str, Any], layers: Layers) -> dict[Side, Track]:
-    """The tracks of a state; a side that it does not contain is anchored first."""
-    return {
-        side: Track(**state[layer.name][side.name])
-        for layer in layers.values()
-        for side in layer.sides
-        if side.name in state[layer.name]
-    }
+def _times(gain: float, V: Tensor, C: Tensor, M: Tensor) -> Tensor:
+    """gain · (I + VᵀCV) M, for V (n, d), C (n, n) and M (d, k): 4ndk operations."""
+    V = V.to(M)
+    return torch.addmm(M, V.mT, C.to(M) @ (V @ M), alpha=gain, beta=gain)

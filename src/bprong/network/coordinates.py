@@ -1,4 +1,4 @@
-"""Changes of a layer's coordinates, and what they do to parameters, velocities, gradients and squared gradients.
+"""Changes of a layer's coordinates, and what they do to its parameters and to the state of a torch optimizer.
 
     whitened:  a = Rᵀ (W† U (z − c) + b†)          ordinary:  W = Rᵀ W† U,  b = Rᵀ b† − W c
 
@@ -10,7 +10,7 @@ A forward change replaces (U, c) by (U', c'), a backward change replaces R by R'
 
 Both maps are linear in (W†, b†), so a velocity, such as SGD's momentum buffer, moves exactly as the parameters do. A
 gradient is a covector and moves by the inverse transpose. The two differ unless T is orthogonal and c stays, so
-each kind of state has a method of its own.
+each kind of state has a method of its own. `carry_` moves what a torch optimizer remembers of W† and b† with them.
 
 A weight keeps its own shape: (out, in), or (out, channels, *kernel) for a convolution. If a side is whitened in several
 blocks (`Blocks`), it changes block by block, and U, c and R have a leading dimension for the blocks. If the blocks act
@@ -20,71 +20,40 @@ on channels, all positions of the kernel share U and c.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from bprong.checks import one_of
 from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
-from bprong.linalg.moments import feature_means, float64_copy, outer, to_float64
+from bprong.linalg.moments import feature_means, float64_copy, outer
 
 Pair = tuple[Tensor, Tensor | None]  # a value for a weight (out, …), and one for its bias (out,) if it has one
 Map = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Quotient:
+class Multiplier(NamedTuple):
+    """T of a change of coordinates, U' = T U or R' = T R."""
+
+    times: Map  # M → T M
+    transposed_solve: Map  # M → T⁻ᵀ M
+
+
+def quotient(old: Tensor, new: Tensor) -> Multiplier:
     """T = U' U⁻¹ for any two invertible matrices, or n pairs of them, in float64."""
 
-    old: Tensor
-    new: Tensor
+    def times(M: Tensor) -> Tensor:
+        return torch.matmul(new, torch.linalg.solve(old, M))
 
-    def times(self, M: Tensor) -> Tensor:
-        """T M."""
-        return torch.matmul(self.new, torch.linalg.solve(self.old, M))
+    def transposed_solve(M: Tensor) -> Tensor:
+        return cast(Tensor, torch.linalg.solve(new.mT, old.mT @ M))
 
-    def transposed_solve(self, M: Tensor) -> Tensor:
-        """T⁻ᵀ M."""
-        return cast(Tensor, torch.linalg.solve(self.new.mT, self.old.mT @ M))
-
-
-@dataclass(frozen=True)
-class NearIdentity:
-    """T = gain · (I − VᵀAV), with T⁻¹ = (I + VᵀBV) / gain: a step of continuous whitening. V (n, d), A and B (n, n)."""
-
-    V: Tensor
-    A: Tensor
-    B: Tensor
-    gain: float
-
-    @classmethod
-    def whitening(cls, V: Tensor, mu: float) -> NearIdentity:
-        """T with T ((1−μ) I + μ VᵀV) Tᵀ = I, for rows V (n, d) in whitened coordinates."""
-        if len(V) > V.shape[-1]:
-            V = torch.linalg.qr(V, mode="r").R  # d rows with the same VᵀV
-        rho = mu / (1 - mu)
-        gram = to_float64(V @ V.mT)
-        one = torch.eye(len(V), dtype=gram.dtype, device=gram.device)
-        L = torch.linalg.cholesky(one + rho * (gram + gram.mT) / 2)
-        # Triangular solves of the batch's size cost little in float64; the products with V keep its own precision.
-        B = torch.linalg.solve_triangular(L + one, rho * one, upper=False)
-        A = torch.linalg.solve_triangular(L.mT, B, upper=True).mT
-        return cls(V, A.to(V), B.to(V), (1 - mu) ** -0.5)
-
-    def times(self, M: Tensor) -> Tensor:
-        """T M, for M (d, k): 4ndk operations."""
-        V = self.V.to(M)
-        return torch.addmm(M, V.mT, self.A.to(M) @ (V @ M), alpha=-self.gain, beta=self.gain)
-
-    def transposed_solve(self, M: Tensor) -> Tensor:
-        V = self.V.to(M)
-        return torch.addmm(M, V.mT, self.B.mT.to(M) @ (V @ M), alpha=1 / self.gain, beta=1 / self.gain)
-
-
-Multiplier = Quotient | NearIdentity  # T of a change of coordinates, U' = T U or R' = T R
+    return Multiplier(times, transposed_solve)
 
 
 @dataclass(frozen=True)
@@ -98,27 +67,26 @@ class Change:
     blocks: Blocks
     s: Tensor | None = None
 
-    def velocity(self, W: Tensor, b: Tensor | None) -> Pair:
+    def velocity(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves parameters, and whatever is added to them."""
         if self.s is None:
             return on_outputs(self.T.transposed_solve, W, b, self.blocks)
         moved = on_inputs(self.T.transposed_solve, W, self.blocks)
         return moved, None if b is None else b + times_mean(W, self.s, self.blocks)
 
-    def gradient(self, W: Tensor, b: Tensor | None) -> Pair:
+    def gradient(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves gradients by the parameters."""
         if self.s is None:
             return on_outputs(self.T.times, W, b, self.blocks)
         return on_inputs(self.T.times, W if b is None else W - self._outer(b, self.s, W), self.blocks), b
 
-    def squares(self, W: Tensor, b: Tensor | None) -> Pair:
+    def squares(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves mean squares v of gradients, which are taken to be uncorrelated.
 
         With g' = L g, the diagonal of L diag(v) Lᵀ is (L∘L) v, the best estimate that a diagonal v allows. It stays
         positive; correlations, which v does not contain, are lost.
         """
-        shape = self.blocks.shape
-        T = self.T.times(torch.eye(shape[-1], dtype=W.dtype, device=W.device).expand(shape))
+        T = self.T.times(W.new_ones(self.blocks.shape[:-1]).diag_embed())
         if self.s is None:
             return on_outputs(T.square().matmul, W, b, self.blocks)
         moved = on_inputs(T.square().matmul, W, self.blocks)
@@ -165,3 +133,84 @@ def check_outputs(layer: nn.Module, new: Mapping[str, Tensor], probe: Tensor) ->
             f"{before.dtype} allows ({dtype.eps**0.5:.1e}); use a larger damping, which makes the change better "
             f"conditioned"
         )
+
+
+# The state of an optimizer --------------------------------------------------------------------------------------------
+
+Transport = Literal["velocity", "gradient", "squares"]  # the methods of a change of coordinates
+Transports = Mapping[str, Transport]  # by the key in the optimizer's state
+
+_ADAM: Transports = {"exp_avg": "gradient", "exp_avg_sq": "squares", "max_exp_avg_sq": "squares"}
+_KNOWN: dict[type[Optimizer], Transports] = {
+    # The metric of whitened coordinates is the identity, so SGD's average of gradients *is* a velocity there. Moved as
+    # a velocity it keeps its meaning when the metric changes: v ← βv + P_t g in ordinary coordinates.
+    SGD: {"momentum_buffer": "velocity"},
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    NAdam: _ADAM,
+    RAdam: _ADAM,
+    RMSprop: {"momentum_buffer": "velocity", "grad_avg": "gradient", "square_avg": "squares"},
+    Adagrad: {"sum": "squares"},
+}
+
+
+def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Transports:
+    """How each tensor of the optimizer's state moves; `carry` says it for optimizers that are not known."""
+    for key, transport in (carry or {}).items():
+        one_of(f"carry[{key!r}]", transport, get_args(Transport))
+    transports = _KNOWN.get(type(optimizer)) if carry is None else carry
+    if transports is None:
+        raise TypeError(
+            f"it is not known how the state of {type(optimizer).__name__} moves with the coordinates; supported are "
+            f"{', '.join(known.__name__ for known in _KNOWN)}. Say it for each tensor of its state: "
+            f"carry={{'momentum_buffer': 'velocity'}} moves this key like the parameters, 'gradient' like a gradient, "
+            f"'squares' like squared gradients; carry={{}} if it has no state"
+        )
+    return transports
+
+
+def check_state(optimizer: Optimizer, transports: Transports, layers: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError unless there is a transport for exactly those tensors that are shaped like their parameter."""
+    kept = (
+        (name, parameter, key, value)
+        for name, layer in layers.items()
+        for parameter in layer.parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    )
+    for name, parameter, key, value in kept:
+        shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+        if shaped != (key in transports) and value is not None:
+            raise ValueError(
+                f"layer {name!r}: {type(optimizer).__name__} keeps {key!r}, for which carry has "
+                f"{transports.get(key)!r}. It must have a value for state that is shaped like the parameter, and none "
+                f"for other state; carry is {dict(transports)}"
+            )
+
+
+@torch.no_grad()
+def carry_(optimizer: Optimizer, transports: Transports, layer: nn.Module, change: Change) -> None:
+    """Moves the optimizer's state for one layer, and its gradients if there are any, in place."""
+    parameters = [p for name, p in layer.named_parameters() if name in ("weight_dagger", "bias_dagger")]
+    states = [{**optimizer.state.get(p, {}), ".grad": p.grad} for p in parameters]
+    # W enters the new b by s alone
+    velocity = change if change.s is None else replace(change, s=change.s * _rate_ratio(optimizer, *parameters))
+    for key, transport in {**transports, ".grad": "gradient"}.items():
+        held = [state.get(key) for state in states]
+        if all(tensor is None for tensor in held):
+            continue
+        old = [torch.zeros_like(p) if tensor is None else tensor for p, tensor in zip(parameters, held, strict=True)]
+        moved = getattr(velocity if transport == "velocity" else change, transport)(*map(float64_copy, old))
+        for tensor, new in zip(held, moved, strict=False):
+            if tensor is not None:
+                tensor.copy_(new)
+
+
+def _rate_ratio(optimizer: Optimizer, W: Tensor, b: Tensor | None = None) -> float:
+    """The factor for a weight's buffer where it enters its bias's: each is a velocity up to its own learning rate.
+
+    1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
+    """
+    rates = {id(parameter): float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
+    weight = rates.get(id(W), 1.0)
+    bias = rates.get(id(b), 1.0)
+    return weight / bias if bias else float(weight == bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar, cast
 
@@ -20,13 +20,13 @@ from bprong.network.coordinates import (
     Change,
     Multiplier,
     Pair,
-    Quotient,
     check_outputs,
     on_inputs,
     on_outputs,
+    quotient,
     times_mean,
 )
-from bprong.whitening.side import Side
+from bprong.whitening.side import SideName
 
 L = TypeVar("L", bound="WhitenedLayer")
 Stock = nn.Linear | nn.Conv2d
@@ -60,19 +60,19 @@ class WhitenedLayer(nn.Module):
         for constant in stock.__constants__:
             setattr(self, constant, getattr(stock, constant))
         self.geometry = geometry_of(stock) if isinstance(stock, nn.Conv2d) else None
-        linear = weight_matrices_of("", stock, Limits(max_dim, channels))[0]
+        linear = weight_matrices_of("", stock, Limits(max_dim, channels, padded=False))[0]
         self.forward_blocks = linear.inputs
         self.backward_blocks = linear.outputs
         self.weight_dagger = copy.deepcopy(linear.weight)
         self.bias_dagger = copy.deepcopy(linear.bias)
-        self.U = nn.Buffer(_identity(linear.weight, linear.inputs))
+        self.U = nn.Buffer(linear.weight.new_ones(linear.inputs.shape[:-1]).diag_embed())
         self.c = nn.Buffer(linear.weight.new_zeros(linear.inputs.shape[:-1]))
-        self.R = nn.Buffer(_identity(linear.weight, linear.outputs)) if backward else None
+        self.R = nn.Buffer(linear.weight.new_ones(linear.outputs.shape[:-1]).diag_embed()) if backward else None
 
+    @torch.no_grad()
     def to_stock(self) -> nn.Module:
         """The stock layer that computes the same function."""
-        with torch.no_grad():
-            W, b = self._ordinary(to_float64)
+        W, b = self._ordinary(to_float64)
         stock = copy.deepcopy(self._stock[0])
         stock.weight = nn.Parameter(W, self.weight_dagger.requires_grad)
         if b is not None and self.bias_dagger is not None:
@@ -117,46 +117,42 @@ class WhitenedLayer(nn.Module):
         return W.to(stored).contiguous(memory_format=layout), b
 
     def rewhiten_(
-        self, side: Side, matrix: Tensor, mean: Tensor | None, probe: Tensor, T: Multiplier | None = None
+        self,
+        side: SideName,
+        matrix: Tensor,
+        mean: Tensor | None = None,
+        probe: Tensor | None = None,
+        T: Multiplier | None = None,
     ) -> Change:
-        """Takes a new U and centre, or a new R, and returns the change made.
+        """Takes a new U and c, or a new R, and moves W†, b† so that the function stays the same; returns the change.
 
-        Raises WhiteningError, with nothing changed, if the layer's outputs on `probe` would not stay the same. The
-        mean None stands for 0. T: the change's multiplier, if it is known; otherwise it takes solves of size d.
+        Raises WhiteningError, with nothing changed, if the matrix is singular, or if the outputs on `probe` would
+        change. The mean None stands for 0. T: the change's multiplier, if it is known; otherwise it takes solves of
+        size d.
         """
-        if side.of_inputs:
-            return self.rewhiten_forward_(matrix, torch.zeros_like(self.c) if mean is None else mean, T, probe)
-        return self.rewhiten_backward_(matrix, T, probe)
-
-    def rewhiten_forward_(
-        self, U: Tensor, c: Tensor, T: Multiplier | None = None, probe: Tensor | None = None
-    ) -> Change:
-        """Takes new U and c and moves W†, b† so that the function stays the same; returns the change made.
-
-        Raises WhiteningError, with nothing changed, if U is singular, or if the outputs on `probe` would change.
-        """
-        _check_shape("U", U, self.U)
-        _check_shape("c", c, self.c)
-        if not self.centred and bool(c.any()):
-            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
-        s = (float64_copy(self.U) @ (float64_copy(c.to(self.c)) - float64_copy(self.c)).unsqueeze(-1)).squeeze(-1)
-        T = T or Quotient(float64_copy(self.U), float64_copy(U.to(self.U)))  # U as this dtype rounds it
-        return self._change_(Change(T, self.forward_blocks, s), probe, U=U, c=c)
-
-    def rewhiten_backward_(self, R: Tensor, T: Multiplier | None = None, probe: Tensor | None = None) -> Change:
-        """Takes a new R and moves W†, b† so that the function stays the same; returns the change made."""
-        if self.R is None:
+        forward = side == "forward"
+        held = self.U if forward else self.R
+        if held is None:
             raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
-        _check_shape("R", R, self.R)
-        T = T or Quotient(float64_copy(self.R), float64_copy(R.to(self.R)))
-        return self._change_(Change(T, self.backward_blocks), probe, R=R)
+        new = {"U": matrix, "c": torch.zeros_like(self.c) if mean is None else mean} if forward else {"R": matrix}
+        for name, value in new.items():
+            shape = getattr(self, name).shape
+            if value.shape != shape:  # a missing leading dimension would broadcast
+                raise ValueError(f"{name} of this layer must have shape {tuple(shape)}, not {tuple(value.shape)}")
+        if not self.centred and forward and bool(new["c"].any()):
+            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
+        T = T or quotient(float64_copy(held), float64_copy(matrix.to(held)))  # the matrix as this dtype rounds it
+        if not forward:
+            return self._change_(Change(T, self.backward_blocks), probe, new)
+        s = float64_copy(held) @ (float64_copy(new["c"].to(self.c)) - float64_copy(self.c)).unsqueeze(-1)
+        return self._change_(Change(T, self.forward_blocks, s.squeeze(-1)), probe, new)
 
     @torch.no_grad()
-    def _change_(self, change: Change, probe: Tensor | None, **coordinates: Tensor) -> Change:
+    def _change_(self, change: Change, probe: Tensor | None, coordinates: Mapping[str, Tensor]) -> Change:
         """Moves W† and b† by a change of coordinates and stores the new U, c or R that belong to it."""
-        b = self.bias_dagger
+        old = [float64_copy(p) for p in (self.weight_dagger, self.bias_dagger) if p is not None]
         try:
-            W_new, b_new = change.velocity(float64_copy(self.weight_dagger), None if b is None else float64_copy(b))
+            W_new, b_new = change.velocity(*old)
         except LinAlgError as reason:  # U' or R' is singular once it is rounded to the layer's dtype
             raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
         moved = {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}
@@ -186,7 +182,7 @@ class WhitenedLayer(nn.Module):
                 missing.append(f"{prefix}bias")
             saved = {
                 **{f"{key}_dagger" if key in ("weight", "bias") else key: value for key, value in saved.items()},
-                "U": _identity(W, self.forward_blocks),
+                "U": W.new_ones(self.c.shape).diag_embed(),
                 "c": W.new_zeros(self.c.shape),
             }
         if "weight_dagger" in saved and "R" in saved and self.R is None:  # saved with R, loaded without
@@ -194,19 +190,9 @@ class WhitenedLayer(nn.Module):
             both = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), self.backward_blocks)
             saved |= {k: v for k, v in zip(("weight_dagger", "bias_dagger"), both, strict=True) if v is not None}
         elif "weight_dagger" in saved and self.R is not None:  # saved without R, loaded with
-            saved.setdefault("R", _identity(saved["weight_dagger"], self.backward_blocks))
+            saved.setdefault("R", saved["weight_dagger"].new_ones(self.R.shape[:-1]).diag_embed())
         state_dict.update({prefix + key: value for key, value in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-
-
-def _check_shape(name: str, given: Tensor, held: Tensor) -> None:
-    if given.shape != held.shape:  # a missing leading dimension would broadcast
-        raise ValueError(f"{name} of this layer must have shape {tuple(held.shape)}, not {tuple(given.shape)}")
-
-
-def _identity(like: Tensor, blocks: Blocks) -> Tensor:
-    """The identity matrix for every block."""
-    return torch.eye(blocks.size, dtype=like.dtype, device=like.device).repeat(*blocks.shape[:-2], 1, 1)
 
 
 class WhitenedLinear(WhitenedLayer):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,20 +16,23 @@ from bprong.capture.backprop import Fisher
 from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, refuse_distributed, takes_loss
+from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
 from bprong.linalg.moments import Moments
-from bprong.network.continuous import Track, move_, refuse_blocks, state_of, tracks_of
+from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
+from bprong.network.coordinates import Transports, carry_, check_state, transports_for
 from bprong.network.layers import WhitenedLayer
-from bprong.network.state_transport import Transports, carry_, check_state, transports_for
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Schedule, Settings
 from bprong.whitening.side import Side, SideName
 
 RefreshMode = Literal["periodic", "continuous"]
+
+PROBE_ROWS = 8  # rows on which a relative step is checked; more would cost as much as the step itself
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,15 @@ class Rewhitening:
         self.optimizer = optimizer
         self._modules = whitened_layers(model)
         _check_parameters(self._modules, optimizer)
-        _check_backward(self._modules, fisher=fisher, backward_every=backward_every, backward_offset=backward_offset,
-                        backward_damping=backward_damping)  # fmt: skip
-        if loss is None and any(module.R is not None for module in self._modules.values()):
+        backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
+                            "backward_damping": backward_damping}  # fmt: skip
+        given = [name for name, value in backward_options.items() if value is not None]
+        two_sided = any(module.R is not None for module in self._modules.values())
+        if given and not two_sided:
+            raise ValueError(
+                f"{given[0]} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
+            )
+        if loss is None and two_sided:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
@@ -104,11 +115,9 @@ class Rewhitening:
             Layer(weight_matrix_of(name, module), solver, backward=module.R is not None)
             for name, module in self._modules.items()
         )
-        self._mu = _mu_of(refresh, rate, average)
+        self._mu = _mu_of(refresh, rate, average, self._layers)
         self._tracks: dict[Side, Track] = {}  # of the sides that are whitened continuously, once they have an anchor
-        if self._mu is not None:
-            refuse_blocks(self._layers)
-        usual = 100 if self._mu is None else 5
+        usual = 5 if self._mu else 100
         self._schedule = Schedule(Settings.checked(
             forward=(usual if forward_every is None else forward_every, forward_offset),
             backward=(usual if backward_every is None else backward_every, backward_offset),
@@ -127,8 +136,11 @@ class Rewhitening:
             trained = [layer for layer in self._layers.values() if any(p.requires_grad for p in layer.parameters)]
             names = self._schedule.due
             due = {side: layer for layer in trained for side in layer.sides if side.name in names}
-            moved = self._move(trained, due, x, y)
-            if self._mu is None or len(moved) < len(due):
+            moved: set[Side] = set()  # by a relative step, so that they need no anchor
+            if self._mu and x is not None and due.keys() & self._tracks.keys():
+                rows = self._record(trained, x, y, rows=True)
+                moved = {side for side, layer in due.items() if self._follow(layer, side, rows[layer.name])}
+            if not self._mu or len(moved) < len(due):
                 measured = self._record(trained, *(self._samples or (x, y)))
                 updated = update(self._layers, measured, self._schedule.settings.average)
                 for side in [side for side in due if side not in updated]:
@@ -142,27 +154,38 @@ class Rewhitening:
         self._schedule.t += 1
         return refreshed
 
-    def _move(self, trained: list[Layer], due: Mapping[Side, Layer], x: Any, y: Tensor | None) -> set[Side]:
-        """Moves sides by a relative step, if whitening is continuous; returns those that need no anchor."""
-        if self._mu is None or x is None or not due.keys() & self._tracks.keys():
-            return set()
-        measured = self._record(trained, x, y, rows=True)
-        return {
-            side
-            for side, layer in due.items()
-            if move_(
-                self._modules[layer.name], side, self._tracks, measured[layer.name], self._mu,
-                self._damping[side.name], self._carry,
-            )
-        }  # fmt: skip
+    def _follow(self, layer: Layer, side: Side, measured: LayerMoments) -> bool:
+        """Moves one side by a relative step with the rows measured; False, with nothing changed, if it needs an anchor.
+
+        A batch that is not finite needs one too: the exact factorisation reports why it cannot be used.
+        """
+        found = measured.z_rows if side.of_inputs else measured.delta_rows
+        if side not in self._tracks or not found:
+            return side in self._tracks  # a layer without rows waits for its next batch
+        module = self._modules[layer.name]
+        held = module.U if side.of_inputs else cast(Tensor, module.R)
+        U = held.to(torch.promote_types(held.dtype, torch.float32))
+        rows = torch.cat(found).to(U)
+        V = rows / math.sqrt(len(rows) if side.of_inputs else measured.targets)
+        mean = None
+        if side.of_inputs and module.centred:
+            V, mean = centred_rows(rows, module.c.to(U), self._mu)
+        try:
+            T, moved = self._tracks[side].step(U, V, self._mu, self._damping[side.name])
+            change = module.rewhiten_(side.name, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
+        except (WhiteningError, LinAlgError):
+            return False
+        self._carry(module, change)
+        self._tracks[side] = moved
+        return True
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> dict[str, LayerMoments]:
         """Measures the layers on a batch; rows: the rows of z and δ themselves instead of their moments."""
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
-        layers = {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}
         return record(
-            self.model, layers, x, y, likelihood=self._likelihood if self._schedule.two_sided else None,
+            self.model, {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}, x, y,
+            likelihood=self._likelihood if self._schedule.two_sided else None,
             fisher=self._schedule.settings.fisher, seed=self._schedule.seed, rows=rows,
             inputs=self._schedule.measured("forward"), errors=self._schedule.measured("backward"),
             counted=nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None,
@@ -184,8 +207,8 @@ class Rewhitening:
         """
         root = root_of(moments.second, damping, cast(RootSolver, side.solver))
         module = self._modules[layer.name]
-        self._carry(module, module.rewhiten_(side, root.matrix, moments.mean, cast(Tensor, measured[layer.name].probe)))
-        if self._mu is not None:
+        self._carry(module, module.rewhiten_(side.name, root.matrix, moments.mean, measured[layer.name].probe))
+        if self._mu:
             self._tracks[side] = Track()
         if not self._schedule.settings.average:
             side.moments = None  # nothing reads them again
@@ -196,7 +219,10 @@ class Rewhitening:
         return {
             "schedule": self._schedule.state_dict(),
             "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
-            "tracks": state_of(self._tracks, self._layers),
+            "tracks": {
+                name: {side.name: asdict(self._tracks[side]) for side in layer.sides if side in self._tracks}
+                for name, layer in self._layers.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,30 +233,33 @@ class Rewhitening:
             raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self._layers)}")
         for name, layer in self._layers.items():  # check everything before changing anything
             layer.check_state(state["layers"][name])
-        tracks = tracks_of(state["tracks"], self._layers)
+        tracks = {  # a side that is not among them is anchored first
+            side: Track(**state["tracks"][name][side.name])
+            for name, layer in self._layers.items()
+            for side in layer.sides
+            if side.name in state["tracks"][name]
+        }
         self._schedule.load_state_dict(state["schedule"])
         for name, layer in self._layers.items():
             layer.load_state_dict(state["layers"][name])
         self._tracks = tracks
 
 
-def _mu_of(refresh: RefreshMode, rate: float | None, average: float) -> float | None:
-    """μ of continuous whitening; None for periodic refreshes."""
-    continuous = one_of("refresh", refresh, get_args(RefreshMode)) == "continuous"
-    if not continuous and rate is not None:
-        raise ValueError('rate has no effect with refresh="periodic": leave it out, or give refresh="continuous"')
-    if continuous and average:
+def _mu_of(refresh: RefreshMode, rate: float | None, average: float, layers: Layers) -> float:
+    """μ of continuous whitening, for which sides must be single blocks; 0 for periodic refreshes."""
+    if one_of("refresh", refresh, get_args(RefreshMode)) == "periodic":
+        if rate is not None:
+            raise ValueError('rate has no effect with refresh="periodic": leave it out, or give refresh="continuous"')
+        return 0.0
+    if average:
         raise ValueError(f'refresh="continuous" averages by its rate: leave average at 0, not {average:g}')
-    return number("rate", 0.05 if rate is None else rate, 1e-6, 1) if continuous else None
-
-
-def _check_backward(layers: Mapping[str, WhitenedLayer], **options: object) -> None:
-    """Raises ValueError if an option of the backward side is given, not None, and no layer has that side."""
-    for name, value in options.items():
-        if value is not None and all(layer.R is None for layer in layers.values()):
+    for name, side in ((layer.name, side) for layer in layers.values() for side in layer.sides):
+        if side.blocks.lead or side.blocks.positions > 1:
             raise ValueError(
-                f"{name} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
+                f"layer {name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one block can "
+                f'be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'
             )
+    return number("rate", 0.05 if rate is None else rate, 1e-6, 1)
 
 
 def _check_parameters(layers: Mapping[str, WhitenedLayer], optimizer: Optimizer) -> None:

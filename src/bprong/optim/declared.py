@@ -59,7 +59,8 @@ class DeclaredLoss:
         if any(targets.residual > UNEXPLAINED for targets in known) or (unread and self.loss.likelihood.hint):
             return (
                 f"the gradient at the model's output is not that of such a loss. {self.loss.likelihood.hint}. If the "
-                f"loss has weights for single examples or further terms, nothing needs to be done"
+                f"loss has weights for single examples or further terms, nothing needs to be done. If it is computed "
+                f"from something else that the model returns, name that with output="
             )
         unchecked = type(self.loss.likelihood).hard_targets is Likelihood.hard_targets
         if unchecked and isinstance(self.loss.given, nn.Module) and not all(batch.given for batch in read):

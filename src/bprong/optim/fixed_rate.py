@@ -83,7 +83,7 @@ def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: 
     _decay_(b, group)
     if v_W is None or layer.c is None:
         steps.add(b, v_b, group["lr"])
-    elif lr == group["lr"] and v_W.ndim == 2 and not linear.one_hot:
+    elif lr == group["lr"] and v_W.ndim == 2 and not (linear.transposed or linear.computed):
         steps.add(b, torch.addmv(v_b, v_W.to(v_b.dtype), layer.c.to(v_b.dtype), alpha=-1), lr)
     else:
         steps.add(b, v_b, group["lr"])

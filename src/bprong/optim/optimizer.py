@@ -1,15 +1,16 @@
 """BPRONG and PRONG for unmodified models: the paper's trajectory as an ordinary torch optimizer.
 
-When statistics are due, the batches since the last step are run through the model again and measured. Ordinary steps
-carry no per-layer hooks, so that in-place activations, checkpointing, torch.compile and autocast cannot disturb them.
+When statistics are due, they are measured in the pass that the user makes: its calls of the weights are recorded, and
+sampled errors are sent back through its graph when its backward pass begins. Other steps carry no per-layer hooks.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.capture.batches import Batches
-from bprong.capture.coverage import fallback_reason
+from bprong.capture.coverage import fallback_reasons
+from bprong.capture.output import Head, Key
+from bprong.capture.own_pass import without_autocast
+from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, Limits, covered_weights
 from bprong.checks import integer, number, one_of, positive, refuse_distributed, takes_loss
 from bprong.errors import warn
@@ -35,10 +38,11 @@ from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Gradients, Group, StepRule
 from bprong.whitening.layers import PATIENCE, Layer, Layers
-from bprong.whitening.refresh import Whitening
+from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 from bprong.whitening.schedule import Schedule
 from bprong.whitening.side import Side, SideName, Solver
 
+MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 
 
@@ -60,8 +64,7 @@ class BPRONG(Optimizer):
                       group's lr, which is 1, multiplies it. A number: the paper's step at this learning rate, with the
                       gradient of your loss as it is, as for SGD
     params            parameters or parameter groups; by default all trainable parameters of the model
-    momentum, nesterov
-                      as for SGD; momentum is a velocity in ordinary coordinates
+    momentum          as for SGD; a velocity in ordinary coordinates
     weight_decay      decoupled, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
@@ -72,6 +75,9 @@ class BPRONG(Optimizer):
     solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
+    output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, an
+                      index, or a function of what it returns, which may give several tensors of one shape. By default
+                      the logits or the first tensor; a loss that the model computes itself is recognised
     options           a `bprong.optim.Options` or a mapping with its fields
 
     Classification. The model returns logits:
@@ -106,7 +112,6 @@ class BPRONG(Optimizer):
         *,
         params: Iterable[Tensor] | Iterable[Group] | None = None,
         momentum: float = 0.0,
-        nesterov: bool = False,
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         backward_damping: float | Damping | None = None,
@@ -115,6 +120,7 @@ class BPRONG(Optimizer):
         max_step: float | None = None,
         solver: Solver = "auto",
         max_dim: int = MAX_DIM,
+        output: Key | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         self._check_model(model)
@@ -132,18 +138,26 @@ class BPRONG(Optimizer):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         defaults = {
             "lr": 1.0 if lr == "auto" else number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1),
-            "nesterov": nesterov, "weight_decay": number("weight_decay", weight_decay, 0),
+            "nesterov": self._options.nesterov, "weight_decay": number("weight_decay", weight_decay, 0),
         }  # fmt: skip
         max_step = None if max_step is None else positive("max_step", max_step)
         automatic = lr == "auto"
-        self._batches = Batches(model, self._loss.loss)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
+        self._head = Head(output, self._loss.loss.functions)
         self._rule: StepRule = FixedRate(damping, max_step, self._options.fallback)
         if automatic:
             chosen = given != (None, None)
             likelihood = self._loss.loss.likelihood
-            self._rule = Automatic(self._model, likelihood, self._options, damping, chosen, max_step)
+            self._rule = Automatic(self._model, likelihood, self._options, damping, chosen, max_step, self._head)
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every, overhead)
+        self._batches = Batches(
+            model,
+            self._loss.loss,
+            self._head,
+            self._whitening,
+            self._rule.reads_every_batch,
+            self._rule.keeps_every_batch,
+        )
         self._refused = 0
         self._started: float | None = None
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
@@ -161,14 +175,18 @@ class BPRONG(Optimizer):
 
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None, overhead: float | None) -> Whitening:
         settings = self._options.settings(every, overhead, self._whitens_backward, self._rule.early_steps)
-        layers = Layers(
-            Layer(linear, solver, backward=self._whitens_backward)
-            for linear in covered_weights(self._model, Limits(max_dim, self._options.channels))
-        )
+        self._form = (solver, Limits(max_dim, self._options.channels))
+        layers = self._layers()
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._loss.loss.likelihood, layers, schedule, self._options.examples)
+        return Whitening(self._model, self._loss.loss, layers, schedule, self._head)
+
+    def _layers(self) -> Layers:
+        """All layers of the model that can be whitened."""
+        solver, limits = self._form
+        weights = covered_weights(self._model, limits)
+        return Layers(Layer(weight, solver, backward=self._whitens_backward) for weight in weights)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -188,40 +206,44 @@ class BPRONG(Optimizer):
             self._forget()
             return loss
         gradients = self._with_batches(gradients)
-        if self._rule.undo_if_blown_up_(gradients):
+        if self._rule.undo_if_blown_up_(gradients) or (self._rule.reads_every_batch and not gradients.batches):
             self._forget()
             return loss
         start = time.perf_counter()
         self._started = start if self._started is None else self._started
         whitening = self._whitening
-        with _without_autocast(next(iter(gradients.values)).device.type):
-            if self._due or self._waiting:
-                rule = self._rule
-                whitening.refresh(
-                    gradients.batches, self._trained, self._due, rule.first_measured, rule.damping, self._take
-                )
+        with without_autocast(next(iter(gradients.values)).device.type):
+            if gradients.batches or whitening.recorded:
+                whitening.refresh(gradients.batches, self._rule.damping, self._take)
                 start = time.perf_counter()
+            if gradients.t == 0:
+                self._warn_of_fallback()
             self._rule.step_(gradients, whitening.layers)
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
         self._forget()
-        self._attend()
         return loss
 
     def _gradients(self) -> Gradients:
         groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for p in groups:  # the model may have another precision now
+            changed = {k: v for k, v in self.state[p].items() if torch.is_tensor(v) and v.ndim and v.dtype != p.dtype}
+            self.state[p].update({key: value.to(p.dtype) for key, value in changed.items()})
         schedule = self._whitening.schedule
         values = {p: p.grad for p in groups if p.grad is not None}
-        return Gradients(values, groups, self.state, schedule.t, schedule.seed, self._due)
+        return Gradients(values, groups, self.state, schedule.t, schedule.seed, self._whitening.due)
 
     def _with_batches(self, gradients: Gradients) -> Gradients:
-        """The gradients with the batches behind them, if these are kept for this step."""
-        if not self._batches.listener.wanted:
+        """The gradients with the batches behind them, if these are needed for this step."""
+        seen = self._batches.seen()
+        due = self._whitening.due and not self._whitening.recorded
+        if not seen and (self._rule.reads_every_batch or due):
+            raise TypeError(self._batches.unread) if self._batches.unread else RuntimeError(self._not_called())
+        seen = [batch for batch in seen if batch.left is None or batch.left.output.numel()]  # without empty ones
+        if not seen:
             return gradients
         factor = self._gradient_scale.factor()
-        batches = self._loss.read(self._batches.seen(), factor or 1.0)
-        if not batches and (self._rule.keeps_every_batch or (self._due and not self._whitening.recorded)):
-            raise RuntimeError(self._not_called())
+        batches = self._loss.read(seen, factor or 1.0)
         return replace(gradients, factor=factor, batches=batches)
 
     def _not_called(self) -> str:
@@ -231,9 +253,10 @@ class BPRONG(Optimizer):
         called = f" If your training step calls its {trained[0]!r} instead, give that." if len(trained) == 1 else ""
         return (
             f"there is no batch to measure: the model given to the optimizer, a {type(self._model).__name__}, was not "
-            f"called in training mode{mode} with gradients since the last step.{called} Give the module that you "
-            f"call (the compiled one, if it is compiled), or use optimizer.observe(x, y); at a fixed lr "
-            f"optimizer.recording() does as well"
+            f"called in training mode{mode} with gradients since the last step, or the loss was computed from "
+            f"something other than its output.{called} Give the module that you call (the compiled one, if it "
+            f"is compiled), name the output that the loss is computed from with output=, or use "
+            f"optimizer.observe(x, y); at a fixed lr optimizer.recording() does as well"
         )
 
     def _acceptable(self, gradients: Gradients) -> bool:
@@ -245,7 +268,7 @@ class BPRONG(Optimizer):
         sizes = _sizes(values)
         if math.isfinite(sum(sizes)):
             self._refused = 0
-            return any(sizes) or gradients.t > 0
+            return gradients.t > 0 or any(bool(g.any()) for g in values)
         bad = [self._name_of(p) for p, g in gradients.values.items() if not g.isfinite().all()]
         if not bad:  # every number is finite, but the square of one overflows
             return True
@@ -258,25 +281,43 @@ class BPRONG(Optimizer):
         warn(f"{message}; {'the last update was undone' if undone else 'nothing was changed'}")
         return False
 
+    def _warn_of_fallback(self) -> None:
+        """Warns if most of the numbers that are trained are not whitened, apart from layers that were warned about."""
+        trained = Counter({p: p.numel() for p in self._parameters if p.requires_grad})
+        reasons: Counter[str] = Counter()
+        for p, reason in self._fallback().items():
+            reasons[reason] += trained[p] if reason != SEEN_IN_PART else 0
+        share = reasons.total() / max(1, trained.total())
+        if share > MOST:
+            warn(
+                f"{share:.0%} of the trained numbers follow the fallback rule (Adam) and are not whitened, most of "
+                f"them {', '.join(reason for reason, _ in reasons.most_common(3))}. Layers that compute what a layer "
+                f"of torch's does can be whitened: see bprong.register, and bprong.coverage(model) for each parameter"
+            )
+
+    def _fallback(self) -> dict[Tensor, str]:
+        """The parameters that are not whitened, with the reason."""
+        whitening = self._whitening
+        reasons = fallback_reasons(self._model, [p for p in self._parameters if p not in whitening.covered])
+        return reasons | {p: reason for p, reason in whitening.reasons.items() if p in reasons}
+
     def _forget(self) -> None:
-        """Forgets the batches since the last step: they were used, or the step was refused."""
+        """After a step, whether it was made, undone or refused: forgets its batches, and prepares for the next."""
         self._batches.forget()
         self._whitening.recorded.clear()
+        self._attend()
 
     def _attend(self) -> None:
         """Finds out, once for each step, whether it will measure, and whether batches must be kept until then."""
-        whitening = self._whitening
-        self._due = bool(whitening.schedule.wanted)
-        idle = [p for name in whitening.idle for p in whitening.layers[name].parameters if p.requires_grad]
-        self._waiting = bool(idle) and not self._trained.isdisjoint(idle)
-        self._batches.listener.wanted = self._due or self._rule.keeps_every_batch or self._waiting
+        self._whitening.attend()
+        self._batches.listener.wanted = self._whitening.due or self._rule.reads_every_batch
 
     # Statistics -------------------------------------------------------------------------------------------------------
 
     def _take(self, layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
         """Puts a new factor into force, and lets the momentum of the bias follow a new centre c."""
         c_before = layer.c
-        layer.take(side, moments, damping, factor or side.solve(moments, damping, layer.like))
+        layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
         buffers = [self.state.get(p, {}).get("momentum_buffer") for p in layer.parameters]
         if layer.c is c_before or layer.bias is None or any(buffer is None for buffer in buffers):
             return
@@ -304,28 +345,19 @@ class BPRONG(Optimizer):
             output = model.head(model.body(x))
             record(output)
         """
-        return self._whitening.recording(self._trained)
+        return self._whitening.recording()
 
     def report(self) -> Report:
         """The state of each layer, the parameters that are not whitened, the shares of time, and the step rule."""
         whitening = self._whitening
         total = math.inf if self._started is None else time.perf_counter() - self._started
         t = whitening.schedule.t
-        fallback = {
-            self._name_of(p): whitening.reasons.get(p) or fallback_reason(self._model, p)
-            for p in self._parameters
-            if p not in whitening.covered
-        }
+        fallback = {self._name_of(p): reason for p, reason in self._fallback().items()}
         rows = [layer_row(layer, t, self._rule.damping) for layer in whitening.layers.values()]
         shares = {purpose: seconds / total for purpose, seconds in whitening.seconds.items()}
         return Report(t, rows, fallback, shares, self._rule.report())
 
     # The contract of torch.optim --------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for every optimizer; batches whose gradients are thrown away by it are not measured."""
-        super().zero_grad(set_to_none)
-        self._batches.forget_reached()
 
     def add_param_group(self, param_group: Group) -> None:
         """As for every optimizer; its numbers are checked."""
@@ -336,10 +368,14 @@ class BPRONG(Optimizer):
             raise ValueError("nesterov needs a momentum above 0")
         self._rule.check_group(group)
         super().add_param_group(param_group)
+        self._whitening.given = set(self._parameters)
+        if "_gradient_scale" in vars(self):  # not while the optimizer is made
+            self._whitening.cover(self._layers())
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own state with the keys "whitening" and "rule": tensors and plain values only."""
         return super().state_dict() | {
+            "class": type(self).__name__,
             "whitening": self._whitening.state_dict(),
             "rule": {"type": type(self._rule).__name__} | self._rule.state_dict(self._parameters),
         }
@@ -347,30 +383,27 @@ class BPRONG(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; the state of another model is refused."""
         state = dict(state_dict)
-        whitening = state.pop("whitening", None)
+        name = type(self).__name__
+        if (saved := state.pop("class", None)) != name:
+            found = "another optimizer's" if saved is None else f"that of {saved}"
+            raise ValueError(f"the state is not that of {name}, but {found}. Make a new {name} instead of loading it")
+        rule = dict(state.pop("rule"))
+        whitening = state.pop("whitening")
         own_rule = type(self._rule).__name__
-        rule = dict(state.pop("rule", {"type": own_rule}))
-        if (saved_rule := rule.pop("type", None)) != own_rule:
-            raise ValueError(f"the checkpoint has the step rule {saved_rule}, and this optimizer has {own_rule}")
-        if whitening is None:
-            warn("the checkpoint contains no whitening state; statistics will be estimated from scratch")
-        else:
-            self._whitening.check_state(whitening)
+        if (saved_rule := rule.pop("type")) != own_rule:
+            raise ValueError(
+                f"the state has the step rule {saved_rule}, and this optimizer has {own_rule}: one of them was made "
+                f'with lr="auto", and the other with a number'
+            )
+        self._whitening.check_state(whitening)
         super().load_state_dict(state)
-        if rule:
-            self._rule.load_state_dict(rule, self._parameters)
-        if whitening is not None:
-            self._whitening.load_state_dict(whitening)
-            self._forget()
-            self._attend()
+        self._rule.load_state_dict(rule, self._parameters)
+        self._whitening.load_state_dict(whitening)
+        self._forget()
 
     @property
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    @property
-    def _trained(self) -> set[Tensor]:
-        return {p for p in self._parameters if p.requires_grad}
 
     def _name_of(self, parameter: Tensor) -> str:
         names = (name for name, p in self._model.named_parameters() if p is parameter)
@@ -384,14 +417,14 @@ class BPRONG(Optimizer):
 
 _OWN = (
     "_batches",
-    "_due",
+    "_form",
     "_gradient_scale",
+    "_head",
     "_loss",
     "_model",
     "_options",
     "_refused",
     "_rule",
-    "_waiting",
     "_whitening",
 )
 
@@ -415,7 +448,6 @@ class PRONG(BPRONG):
         *,
         params: Iterable[Tensor] | Iterable[Group] | None = None,
         momentum: float = 0.0,
-        nesterov: bool = False,
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         every: int | None = None,
@@ -423,18 +455,14 @@ class PRONG(BPRONG):
         max_step: float | None = None,
         solver: Solver = "auto",
         max_dim: int = MAX_DIM,
+        output: Key | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            model, loss, lr, params=params, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
+            model, loss, lr, params=params, momentum=momentum, weight_decay=weight_decay,
             forward_damping=forward_damping, every=every, overhead=overhead, max_step=max_step, solver=solver,
-            max_dim=max_dim, options=options,
+            max_dim=max_dim, output=output, options=options,
         )  # fmt: skip
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Entering a context takes longer than finding out whether it is needed."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _sizes(gradients: list[Tensor]) -> list[float]:

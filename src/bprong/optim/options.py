@@ -27,9 +27,9 @@ class Options:
                       been drifting, and refresh those that have drifted. Default: "drift", unless a period is given
     average           the factor on the weight of past statistics at each measurement (exponential decay); 0: no average
     record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
-    examples          the largest number of examples of a batch to measure
     seed              of sampled targets; by default torch's initial seed
     channels          whiten the inputs of convolutions over their channels alone, whatever their size
+    nesterov          Nesterov's form of momentum, as for SGD
     fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1
     fallback_betas    Adam's β₁ and β₂ for these parameters
     """
@@ -42,18 +42,18 @@ class Options:
     refresh: Mode | None = None
     average: float = 0.9
     record_every: int | None = None
-    examples: int | None = None
     seed: int | None = None
     channels: bool = False
+    nesterov: bool = False
     fallback_rate: float | None = None
     fallback_betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
-        for name, least in (("examples", 1), ("seed", 0)):
-            if getattr(self, name) is not None:
-                integer(f"options[{name!r}]", getattr(self, name), least)
+        if self.seed is not None:
+            integer("options['seed']", self.seed, 0)
         one_of("options['refresh']", self.refresh, (None, *get_args(Mode)))
-        one_of("options['channels']", self.channels, (False, True))
+        for name in ("channels", "nesterov"):
+            one_of(f"options[{name!r}]", getattr(self, name), (False, True))
         number("options['fallback_rate']", self.fallback.rate, 0)
         if not isinstance(self.fallback_betas, (tuple, list)) or len(self.fallback_betas) != 2:
             raise ValueError(f"options['fallback_betas'] must be two numbers, not {self.fallback_betas!r}")

@@ -49,12 +49,12 @@ class Report:
     rule: dict[str, float | None]
 
     def __str__(self) -> str:
-        headings = {"layer": "layer"} | {
+        of_sides = {
             f"{side}_{key}": f"{heading} {letter}"
             for key, (heading, _) in COLUMNS.items()
             for side, letter in zip(SIDES, "zδ", strict=True)
         }
-        headings["step_norm"] = "step"
+        headings = {"layer": "layer", **of_sides, "step_norm": "step"}
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
         rows = [[_cell(row.get(key)) for key in used] for row in self.layers]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
@@ -63,16 +63,20 @@ class Report:
         lines += ["step: length of the weight's step at the last refresh"] if "step_norm" in used else []
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
         if self.rule:
-            named = [(RULE_NUMBERS.get(key, (key, ""))[0], value) for key, value in self.rule.items()]
-            lines.append("step rule: " + ", ".join(f"{letter} {_cell(value)}" for letter, value in named))
+            numbers = [f"{RULE_NUMBERS.get(key, (key,))[0]} {_cell(value)}" for key, value in self.rule.items()]
+            lines.append("step rule: " + ", ".join(numbers))
         lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
         shares = ", ".join(f"{purpose} {share:.1%}" for purpose, share in self.time.items())
         return "\n".join([*lines, f"share of time since the first step: {shares}; the rest is your own code"])
 
     def scalars(self) -> dict[str, float]:
         """All numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""
-        parts: list[tuple[str, Mapping[str, Any]]] = [("", {"steps": self.steps}), ("time/", self.time)]
-        parts += [("rule/", self.rule), *((f"{row['layer']}/", row) for row in self.layers)]
+        parts: list[tuple[str, Mapping[str, Any]]] = [
+            ("", {"steps": self.steps}),
+            ("time/", self.time),
+            ("rule/", self.rule),
+            *((f"{row['layer']}/", row) for row in self.layers),
+        ]
         return {
             f"{prefix}{key}": float(value)
             for prefix, values in parts
@@ -89,8 +93,8 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
         if side.refreshed_at is not None:
             numbers |= {"age": t - side.refreshed_at, "off_white": side.off_white}
         if side.moments is not None:
-            numbers["directions"] = _directions(side.moments)
-            numbers["damping"] = float(damping(layer, side).amounts(side.moments.variances).mean())
+            epsilon = damping(layer, side).amounts(side.moments.variances)
+            numbers |= {"directions": _directions(side.moments), "damping": float(epsilon.mean())}
         row |= {f"{side.name}_{key}": value for key, value in numbers.items()}
     return row
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from bprong.capture.batches import Batch
-from bprong.capture.measure import LayerMoments
 from bprong.linalg.damped_inverse import Damping
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.side import Side
@@ -51,13 +50,15 @@ class StepRule(ABC):
     """Turns the gradients of a step into a change of the parameters.
 
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
-    keeps_every_batch:  whether the rule reads the batches of every step, not only of those with a refresh
+    reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
+    keeps_every_batch:  whether the rule may run the model again on the batches of a step
     """
 
     early_steps: tuple[int, ...] = ()
+    reads_every_batch: bool = False
     keeps_every_batch: bool = False
 
-    def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it, as without `first_measured`
+    def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
 
     @abstractmethod
@@ -67,9 +68,6 @@ class StepRule(ABC):
     @abstractmethod
     def damping(self, layer: Layer, side: Side) -> Damping:
         """The damping of a side for its next factor."""
-
-    def first_measured(self, measured: Mapping[str, LayerMoments]) -> None:  # noqa: B027
-        """Called with the moments of layers that were measured for the first time."""
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Undoes the last update if the loss blew up; True if it did, which ends the step.

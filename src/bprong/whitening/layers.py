@@ -7,6 +7,7 @@ This is SGD in whitened coordinates, written in ordinary ones: it needs the fact
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -56,7 +57,7 @@ class Layer:
         self.sides = (self.forward, self.backward) if backward else (self.forward,)
         self.c: Tensor | None = None
         self.step_norm: float | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     @property
     def like(self) -> Tensor:
@@ -67,33 +68,41 @@ class Layer:
     def parameters(self) -> list[Tensor]:
         return [p for p in (self.weight, self.bias) if p is not None]
 
+    def follow_dtype(self) -> bool:
+        """Converts the factors if the weight has another precision now; whether it had."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        changed = [side for side in self.sides if side.factor is not None and side.factor.dtype is not dtype]
+        for side in changed:
+            side.factor = None if side.factor is None else side.factor.to(dtype)
+        self.c = None if self.c is None else self.c.to(dtype)
+        return bool(changed)
+
     def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
         """Adds what was measured to the running averages; gives each side measured with the moments to factor."""
         for side, moments in ((self.forward, measured.z), (self.backward, measured.delta)):
             if moments is not None and side in self.sides:
                 yield side, side.update(moments, keep)
 
-    def take(self, side: Side, moments: Moments, damping: Damping, factor: Factor) -> None:
+    def take(self, side: Side, moments: Moments, factor: Factor) -> None:
         """Puts a new factor into force and, if it is the inputs', a new centre."""
         side.factor = factor
-        if not side.of_inputs:
-            return
-        relative = damping.relative_to == "variance" and moments.scatter.ndim == 2
-        side.damping_units = moments.variances.to(self.like) if relative else None
-        self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
+        if side.of_inputs:
+            self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
 
-    def failed(self, side: Side, reason: WhiteningError) -> None:
-        """Warns; raises when the side has failed PATIENCE times in a row."""
+    def failed(self, side: Side, reason: WhiteningError, quiet: bool = False) -> None:
+        """Warns, unless `quiet`; raises when the side has failed PATIENCE times in a row."""
         side.failures += 1
         if side.failures >= PATIENCE:
             message = f"layer {self.name!r}, {side.name} whitening, {PATIENCE} times in a row: {reason}"
             raise WhiteningError(f"{message}. Check its inputs, or give a larger damping") from reason
-        self.warn(side, reason)
+        if not quiet:
+            self.warn(side, reason)
 
     def warn(self, side: Side, reason: object) -> None:
-        """Warns that a side keeps its factor, once for each layer."""
-        if not self._warned:
-            self._warned = True
+        """Warns that a side keeps its factor, once for each side and reason."""
+        kind = side.name + re.sub(r"[-+.e\d]", "", str(reason))  # without numbers
+        if kind not in self._warned:
+            self._warned.add(kind)
             warn(f"layer {self.name!r} keeps its previous {side.name} whitener: {reason}")
 
     # Gradients → directions → steps -----------------------------------------------------------------------------------
@@ -106,10 +115,8 @@ class Layer:
         g_W = gradients.get(self.weight)
         g_b = None if self.bias is None else gradients.get(self.bias)
         linear = self.linear
-        return (
-            None if g_W is None else _at_least_float32(linear.matrix(linear.own(g_W))),
-            None if g_b is None else _at_least_float32(linear.vector(g_b)),
-        )
+        g_b = None if g_b is None else _at_least_float32(linear.vector(g_b))
+        return None if g_W is None else _at_least_float32(linear.gradient(linear.own(g_W), g_b, self.c)), g_b
 
     def direction(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
         return precondition(self.backward.factor, self.forward.factor, self.c, *self.gradients(gradients))
@@ -211,6 +218,8 @@ class Layers(dict[str, Layer]):
 
     def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of every layer."""
+        if any([layer.follow_dtype() for layer in self.values()]):  # noqa: C419  # all of them
+            self.changed()
         if self._groups is None:
             shapes = {layer: shape for layer in self.values() if (shape := _shape_of_small(layer)) is not None}
             self._groups = [(layers, _precondition_of(layers)) for layers in _equal(shapes)]
@@ -254,7 +263,7 @@ def _is_small(side: Side) -> bool:
 def _shape_of_small(layer: Layer) -> object:
     """What layers have in common that can share their products; None for a layer that cannot share them."""
     both = (layer.forward, layer.backward)
-    if layer.weight.ndim != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
+    if layer.linear.own(layer.weight).ndim != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
         return None
     shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
     return shape, tuple(side.factor is None for side in both), layer.c is None

@@ -9,34 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.batches import Batch, Subset, copied, examples, without_listening
-from bprong.capture.calls import recorded_calls
-from bprong.capture.measure import (
-    LayerMoments,
-    check_reached,
-    measure,
-    merged,
-    random_numbers,
-    record,
-    tensor_of,
-    with_gradient,
-    without_errors,
-)
+from bprong.capture.batches import Batch, Subset, copied, examples
+from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.measure import LayerMoments, measure, merged, record, with_gradient, without_errors
+from bprong.capture.output import Head, Output
+from bprong.capture.own_pass import own_pass, random_numbers, without_autocast
+from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
-from bprong.likelihood.families import Likelihood, nontrivial
+from bprong.likelihood.families import nontrivial
+from bprong.likelihood.loss import Loss
+from bprong.likelihood.targets import Targets
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import Schedule, mixed, period_for
-from bprong.whitening.side import Side
+from bprong.whitening.side import SIDES, Side
 
-SEEN_IN_PART = "its weight is also used in a way that cannot be recorded"
+SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
 
 Updated = dict[Side, tuple[Layer, Moments]]
 Damper = Callable[[Layer, Side], Damping]
@@ -54,13 +50,23 @@ def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) ->
     }
 
 
-def refresh(layers: Layers, updated: Updated, schedule: Schedule, damping: Damper, take: Take) -> None:
+def refresh(
+    layers: Layers, updated: Updated, schedule: Schedule, damping: Damper, take: Take, new: Collection[str] = ()
+) -> None:
     """Refreshes the sides that are due: all of them, or by drift those whose moments have moved.
+
+    new: the names of layers that are due whatever the schedule says
 
     A side that cannot be refreshed keeps its factor, with a warning, and raises after several failures in a row.
     """
-    for name in schedule.due:
-        pending = {side: (*found, damping(found[0], side)) for side, found in updated.items() if side.name == name}
+    due = schedule.due
+    failed: set[Layer] = set()
+    for name in SIDES:
+        pending = {
+            side: (layer, moments, damping(layer, side))
+            for side, (layer, moments) in updated.items()
+            if side.name == name and (name in due or layer.name in new)
+        }
         if schedule.settings.refresh == "drift":
             pending = {side: found for side, found in pending.items() if schedule.has_drifted(side, *found[1:])}
         together = layers.factors_of_equals(pending)
@@ -68,7 +74,8 @@ def refresh(layers: Layers, updated: Updated, schedule: Schedule, damping: Dampe
             try:
                 take(layer, side, moments, epsilon, together.get(side))
             except WhiteningError as reason:
-                layer.failed(side, reason)
+                layer.failed(side, reason, quiet=layer in failed)  # both sides of a layer often fail for one reason
+                failed.add(layer)
                 continue
             side.refreshed_at = schedule.t
             side.failures = 0
@@ -78,11 +85,14 @@ def refresh(layers: Layers, updated: Updated, schedule: Schedule, damping: Dampe
 class Whitening:
     """The layers of a model that is not modified: measured, checked and refreshed as the schedule asks.
 
-    examples:  the largest number of examples of a batch to measure; None: all
+    head:      finds the output that the loss is computed from
+    given:     the parameters of the optimizer; those that require gradients are trained
+    due:       whether the schedule asks for a measurement at this step
     covered:   the parameters of all layers
     demoted:   the names of layers that follow the fallback rule, since not every use of their weight can be recorded;
                `reasons` says so for each of their parameters
-    idle:      the names of layers that were never measured: no batch reached them, or they are not trained
+    unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
+               trained. The first step that trains one measures it, so that it does not follow its plain gradient
     recorded:  what the user's own forward passes have measured since the last step
     seconds:   the time spent, by purpose
     """
@@ -90,145 +100,181 @@ class Whitening:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood,
+        loss: Loss,
         layers: Layers,
         schedule: Schedule,
-        examples: int | None = None,
+        head: Head,
     ) -> None:
+        self.head = head
+        self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
         self.covered = layers.parameters
         self.demoted: list[str] = []
         self.reasons: dict[Tensor, str] = {}
-        self.idle: set[str] = set()
+        self.unused: set[str] = set()
         self.recorded: list[dict[str, LayerMoments]] = []
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
         self._model = model
-        self._likelihood = likelihood
-        self._examples = examples
+        self._loss = loss
+        self._likelihood = loss.likelihood
+        self.attend()
+
+    def cover(self, layers: Mapping[str, Layer]) -> None:
+        """Adds layers that the model did not have before, and replaces those whose weight is another one now."""
+        found = {}
+        for name, layer in layers.items():
+            known = self.layers.pop(name, None)
+            if known is not None and known.weight is layer.weight:
+                found[name] = known
+            elif not self.given.isdisjoint(layer.parameters) and self.reasons.keys().isdisjoint(layer.parameters):
+                found[name] = layer
+        self.layers.clear()
+        self.layers.update(found)  # in the order of the model
+        self.layers.changed()
+        self.covered = self.layers.parameters
+        self.attend()
+
+    def attend(self) -> None:
+        """To be called before each step: finds out whether it will measure."""
+        self.due = bool(self.schedule.wanted)
+        started = any(side.refreshed_at is not None for layer in self.layers.values() for side in layer.sides)
+        new = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
+        self.unused = new if started else set()
 
     def refresh(
         self,
         batches: Sequence[Batch],
-        trained: Collection[Tensor],
-        due: bool,
-        first_measured: Callable[[Mapping[str, LayerMoments]], None],
         damping: Damper,
         take: Take,
     ) -> None:
-        """Measures and refreshes the layers with trained parameters; an error changes nothing.
+        """Refreshes the layers that are due; an error changes nothing.
 
-        batches:         those since the last step
-        due:             whether the schedule asks for it; if not, only layers are refreshed that are used for the first
-                         time, which would otherwise follow their plain gradient until the next refresh
-        first_measured:  receives the moments of layers that were measured for the first time
+        batches: those since the last step
         """
-        fresh = all(side.refreshed_at is None for layer in self.layers.values() for side in layer.sides)
-        centred = self._centred(trained)
-        newly_used = [] if fresh else [name for name in self._newly_used(batches) if name in centred]
-        if not due:
-            centred = {name: centred[name] for name in newly_used}
-        if not centred:
-            return
-        new = set(centred) if fresh else self.idle & centred.keys()
-        with self.schedule.unscheduled(bool(newly_used)):
-            with self._timed("statistics"):
-                measured = self._checked(self._measure(batches, centred, verify=fresh or bool(newly_used)), new)
-                updated = update(self.layers, measured, self.schedule.settings.average)
-                unmeasured = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
-                self.idle |= unmeasured - centred.keys()  # frozen ones, which may be trained later
-                if new:
-                    first_measured({name: found for name, found in measured.items() if name in new})
-            with self._timed("factorisation"):
-                refresh(self.layers, updated, self.schedule, damping, take)
+        centred = self._centred()
+        new = {name for name in centred if self.layers[name].forward.moments is None}
+        with self._timed("statistics"):
+            measured = self._checked(self._measured(batches, centred), new)
+            if not measured:
+                return
+            updated = update(self.layers, measured, self.schedule.settings.average)
+        with self._timed("factorisation"):
+            refresh(self.layers, updated, self.schedule, damping, take, new & self.unused)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
             seen = [self.layers[name] for name, found in measured.items() if found.z is not None]
             self.schedule.every = period_for(seen, overhead)
 
-    def _newly_used(self, batches: Sequence[Batch]) -> list[str]:
-        """The layers that no refresh has reached and that have a gradient now, of a batch that was seen."""
-        found = with_gradient(layer.linear for layer in self.layers.values() if layer.name in self.idle)
-        return found if found and (batches or self.recorded) else []
+    # Measuring --------------------------------------------------------------------------------------------------------
 
-    def _centred(self, trained: Collection[Tensor]) -> dict[str, bool]:
-        """The layers with trained parameters, and whether their inputs are centred.
+    def weights(self) -> list[WeightMatrix]:
+        return [self.layers[name].linear for name in self._centred()] if self.due or self.unused else []
+
+    def _centred(self) -> Centred:
+        """The layers to measure: all that are trained or, if nothing is due, those of them without factors.
 
         Without a trained bias nothing is centred, because training W would then amount to adding a bias.
         """
-        layers = [layer for layer in self.layers.values() if any(p in trained for p in layer.parameters)]
-        return {layer.name: layer.bias in trained for layer in layers}
+        names = self.unused.union(*(self.schedule.measured(side) for side in SIDES)) if self.due else self.unused
+        trained = {name: [p for p in self.layers[name].parameters if self._is_trained(p)] for name in names}
+        return {name: any(p is self.layers[name].bias for p in own) for name, own in trained.items() if own}
 
-    # Measuring --------------------------------------------------------------------------------------------------------
+    def _is_trained(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad and parameter in self.given
 
-    def _measure(self, batches: Sequence[Batch], centred: Centred, verify: bool) -> dict[str, LayerMoments]:
+    def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> dict[str, LayerMoments]:
+        """The moments of calls that were recorded in the user's own pass."""
+        recorded = {weight.name for weight in calls.recorded}
+        centred = {name: centre for name, centre in self._centred().items() if name in recorded}
+        counted = nontrivial(batch.counted(self._likelihood))
+        output = replace(output, class_dim=batch.class_dim)
+        y = self._data_targets(batch)
+        autocast = without_autocast(output.values.device.type)
+        numbers = random_numbers(self._model, mixed(self.schedule.seed, index))
+        with self._timed("statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
+            return measure(centred, output, calls, y, counted=counted, **self._what_to_measure())
+
+    def _measured(self, batches: Sequence[Batch], centred: Centred) -> dict[str, LayerMoments]:
         """The moments of these layers over all batches since the last step.
 
-        verify: find out whether every use of their weights is recorded
+        A batch that could not be measured in the user's own pass is run through the model again.
         """
-        masks = [batch.counted(self._likelihood) for batch in batches]
-        masked = any(nontrivial(mask) is not None for mask in masks)
-        found = self.recorded or [
-            self._measure_batch(i, batch, mask if masked else None, centred, verify and i == 0)
-            for i, (batch, mask) in enumerate(zip(batches, masks, strict=True))
-        ]
-        return {name: merged([batch[name] for batch in found]) for name in centred}
+        found = list(self.recorded)
+        for i, batch in enumerate(() if found else batches):
+            own = dict(batch.measured or {})
+            unseen = [name for name in centred if name not in own or not own[name].called]
+            missing = with_gradient(self.layers[name].linear for name in unseen)
+            names = centred if batch.measured is None and self.due else missing
+            if batch.x is not None and names:
+                own |= self._run_again(i, batch, {name: centred[name] for name in names})
+            found.append(own)
+        parts = {name: [batch[name] for batch in found if name in batch] for name in centred}
+        return {name: merged(own) for name, own in parts.items() if own}
 
-    def _measure_batch(
-        self, index: int, batch: Batch, counted: Tensor | None, centred: Centred, verify: bool
-    ) -> dict[str, LayerMoments]:
+    def _run_again(self, index: int, batch: Batch, centred: Centred) -> dict[str, LayerMoments]:
         dtype = next(iter(self.layers.values())).weight.dtype
-        whole = examples(batch.x)
-        subset = Subset(self._examples or whole, whole)
-        y = batch.targets.y if self.schedule.settings.fisher == "empirical" and batch.targets is not None else None
-        y, counted = copied((y, counted), subset, dtype, several=True)
-        with without_listening(), torch.enable_grad():
+        whole = Subset(examples(batch.x), examples(batch.x))
+        counted = nontrivial(batch.counted(self._likelihood))
+        with torch.enable_grad():
             return record(
                 self._model, {name: (self.layers[name].linear, centre) for name, centre in centred.items()},
-                copied(batch.x, subset, dtype), y, counted=counted, class_dim=batch.class_dim, verify=verify,
-                seed=mixed(self.schedule.seed, index), **self._what_to_measure(),
+                copied(batch.x, whole, dtype), self._data_targets(batch), counted=counted, class_dim=batch.class_dim,
+                head=self.head, seed=mixed(self.schedule.seed, index), **self._what_to_measure(),
             )  # fmt: skip
+
+    def _data_targets(self, batch: Batch) -> Tensor | None:
+        """The targets of the data, if they are needed."""
+        if self.schedule.settings.fisher != "empirical":
+            return None
+        targets = batch.targets or batch.read(self._loss).targets
+        return None if targets is None else targets.y
 
     def _what_to_measure(self) -> dict[str, Any]:
         schedule = self.schedule
         return {
             "likelihood": self._likelihood if schedule.two_sided else None,
             "fisher": schedule.settings.fisher,
-            "inputs": schedule.measured("forward"),
-            "errors": schedule.measured("backward"),
+            "inputs": schedule.measured("forward") | self.unused,
+            "errors": schedule.measured("backward") | self.unused if schedule.two_sided else set(),
+            "verify": any(self.layers[name].forward.moments is None for name in self._centred()),
         }
 
     @contextmanager
-    def recording(self, trained: Collection[Tensor]) -> Iterator[Callable[..., None]]:
+    def recording(self) -> Iterator[Callable[..., None]]:
         """Records the calls of all weights in this context; the function it yields measures an output of theirs."""
-        if not self.schedule.wanted:
-            yield lambda output, y=None: None
-            return
-        centred = self._centred(trained)
-        with recorded_calls(self.layers[name].linear for name in centred) as calls:
+        with recorded_calls(self.weights()) as calls:
 
-            def measure_output(output: Any, y: Tensor | None = None) -> None:
-                with random_numbers(self._model, mixed(self.schedule.seed, len(self.recorded))):
-                    counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
-                    found = measure(centred, tensor_of(output), calls, y, counted=counted, **self._what_to_measure())
-                    self.recorded.append(found)
-                calls.clear()
+            def measure_output(returned: Any, y: Tensor | None = None) -> None:
+                if calls.recorded:
+                    targets = None if y is None else Targets(self._loss, y, self._likelihood.not_ignored(y))
+                    output = Output.of(self.head.find(returned, calls)[0])
+                    self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
+                    calls.clear()
 
             yield measure_output
 
     def _checked(self, measured: dict[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
         first = {name: found for name, found in measured.items() if name in new}
-        if first:
-            self.idle = (self.idle - new) | check_reached(first, {n: self.layers[n].linear for n in first})
+        called = {name for name, found in first.items() if found.called}
         for name in without_errors(first):
             layer = self.layers[name]
             if layer.backward.name in self.schedule.wanted:
-                layer.warn(layer.backward, "no error reaches it from the model's output; forward whitening only")
-        for name in [name for name, found in first.items() if found.unexplained]:
-            del measured[name]
+                reason = (
+                    f"no error reaches it from the output that the declared loss is computed from: {name}.weight "
+                    f"reaches your loss by another way, if at all; forward whitening only"
+                )
+                layer.warn(layer.backward, reason)
+        missed = with_gradient(self.layers[name].linear for name in first.keys() - called)
+        if wrong := [name for name in missed if self.layers[name].linear.registered]:
+            raise ValueError(
+                f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "
+                f"the layers that they were said to be like. See transposed=, stacked= and computed= of bprong.register"
+            )
+        for name in [*missed, *(name for name, found in first.items() if found.unexplained)]:
             self.demote(name)
-        return measured
+        return {name: found for name, found in measured.items() if name in self.layers and name not in new - called}
 
     def demote(self, name: str, quiet: bool = False) -> None:
         """Leaves a layer, and every layer that shares a parameter with it, to the fallback rule."""
@@ -237,7 +283,6 @@ class Whitening:
         layer = self.layers.pop(name)
         self.layers.changed()
         self.demoted.append(name)
-        self.idle.discard(name)
         self.covered -= set(layer.parameters)
         self.reasons |= dict.fromkeys(layer.parameters, SEEN_IN_PART)
         if not quiet:
@@ -263,14 +308,13 @@ class Whitening:
         return {
             "schedule": self.schedule.state_dict(),
             "demoted": list(self.demoted),
-            "idle": sorted(self.idle),
             "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if a state does not belong to the layers of this model."""
-        if not {"schedule", "demoted", "idle", "layers"} <= set(state):
-            raise ValueError(f"the whitening state has schedule, demoted, idle and layers; this has {sorted(state)}")
+        if not {"schedule", "demoted", "layers"} <= set(state):
+            raise ValueError(f"the whitening state has schedule, demoted and layers; this has {sorted(state)}")
         if set(state["layers"]) != set(self.layers) - set(state["demoted"]):
             raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
         for name, saved in state["layers"].items():
@@ -280,8 +324,8 @@ class Whitening:
         self.check_state(state)
         for name in state["demoted"]:
             self.demote(name, quiet=True)
-        self.idle = set(state["idle"])
         self.schedule.load_state_dict(state["schedule"])
         for name, saved in state["layers"].items():
             self.layers[name].load_state_dict(saved)
         self.layers.changed()
+        self.attend()

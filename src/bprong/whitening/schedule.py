@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,18 +93,8 @@ class Schedule:
         self.every: int | None = None  # the period that `overhead` determined; None before the first refresh
         self._seed = settings.seed
         self._layers = layers
-        self._unscheduled = False
         self.sides = tuple(name for name in SIDES if any(self._all(name)))
         self.two_sided = self.sides == SIDES  # errors are whitened too
-
-    @contextmanager
-    def unscheduled(self, measure: bool) -> Iterator[None]:
-        """Within this context every side is due, if `measure`."""
-        self._unscheduled = measure
-        try:
-            yield
-        finally:
-            self._unscheduled = False
 
     @property
     def due(self) -> list[SideName]:
@@ -156,9 +145,9 @@ class Schedule:
 
     @property
     def _all_due(self) -> bool:
-        """Whether every side is due: unscheduled, or at the start, an eighth, a quarter or half of the first period."""
-        if self._unscheduled or self.settings.overhead is None:
-            return self._unscheduled
+        """Whether every side is due: at the start, an eighth, a quarter or half of the first period."""
+        if self.settings.overhead is None:
+            return False
         early = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}
         return self.t == 0 or self.t in early.union(self.settings.early_steps)
 

@@ -54,7 +54,6 @@ class Side:
     refreshed_at:     the step at which the factor was last computed
     mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
     off_white:        ‖UŽUᵀ − I‖ / ‖I‖ of the last batch measured, before it changed the factor
-    damping_units:    (d,) the variances that the damping was relative to; None otherwise
     interval:         periods between two measurements, by drift; None before the first one
     failures:         consecutive refreshes that failed
     """
@@ -69,7 +68,6 @@ class Side:
     mean_eigenvalue: float | None = None
     observations: float = 0.0
     off_white: float | None = None
-    damping_units: Tensor | None = None
     interval: int | None = None
     failures: int = 0
 
@@ -110,7 +108,7 @@ class Side:
 
     def _tries_low_rank(self, damping: Damping) -> bool:
         """Low rank is for one block that is damped alike in all directions, and wide unless the user asked for it."""
-        if self.blocks.lead or damping.relative_to == "variance":
+        if self.blocks.lead or self.blocks.positions > 1 or damping.relative_to == "variance":
             return False
         wide = self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM
         return self.solver == "low-rank" or (wide and self.backoff.tries())
@@ -143,4 +141,4 @@ class Side:
         self.failures = 0
 
 
-_SAVED = ("refreshed_at", "mean_eigenvalue", "observations", "damping_units", "interval")
+_SAVED = ("refreshed_at", "mean_eigenvalue", "observations", "interval")

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import bprong
 from automatic import auto
 from bprong import WhiteningWarning
 from bprong.capture.batches import Batch, OutputGradient, Subset
@@ -118,20 +117,6 @@ def test_the_evaluated_part_of_a_sorted_batch_is_like_the_whole(flatten):
     assert_same_path(ends[1], ends[0], 1e-6)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-def test_statistics_of_some_examples_are_those_of_an_evenly_spread_subset(flatten):
-    x, y = sequences(8, 3)
-    ends = []
-    for times, examples in ((1, None), (4, 8)):
-        torch.manual_seed(1)
-        model = mlp(5, 4, 3)
-        model = nn.Sequential(*model, nn.Flatten(0, 1)) if flatten else model
-        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT | {"examples": examples})
-        y[0] = -100
-        ends.append(run(model, optimizer, [(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))] * 3))
-    assert_same_path(ends[1], ends[0], 1e-8)
-
-
 # Batches that cannot be divided ---------------------------------------------------------------------------------------
 
 
@@ -237,12 +222,15 @@ def undivided(made, steps, resume=None):
 @pytest.mark.parametrize("made", [recurrent, masked, graph, lengths])
 def test_a_batch_that_cannot_be_divided_is_evaluated_whole_with_one_warning(made, monkeypatch):
     """In float64, where an LSTM has forward-mode AD, there is no other warning."""
-    with pytest.warns(WhiteningWarning, match="cannot be run on a subset of a batch") as warned:
+    with pytest.warns(WhiteningWarning) as warned:
         model, optimizer = undivided(made, 6)
-    assert len(warned) == 1
+    assert any("cannot be run on a subset of a batch" in str(one.message) for one in warned)
+    assert len([one for one in warned if "not whitened" not in str(one.message)]) == 1
     assert optimizer._rule.rule.forward_mode
     monkeypatch.setattr(evaluation, "SETTINGS", replace(SETTINGS, evaluated_least=1000))
-    expected, _ = undivided(made, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WhiteningWarning)  # that an LSTM is not whitened
+        expected, _ = undivided(made, 6)
     assert_unchanged(snapshot(expected), snapshot(model))
 
 

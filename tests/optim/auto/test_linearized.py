@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import bprong
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.capture.batches import Subset, copied
-from bprong.capture.measure import Arguments, recorded_run
+from bprong.capture.own_pass import Arguments, recorded_run
 from bprong.likelihood.families import Likelihood
 from bprong.likelihood.loss import declared_loss
 from bprong.optim.auto.linearized import curvature, linearized, output_of
@@ -30,7 +30,7 @@ def directions_of(model, k=2):
 def by_jacobian(model, x, direction, seed):
     """J d by reverse mode, one row of J at a time."""
     parameters = list(direction)
-    with recorded_run(model, [], x, seed, errors=True) as (output, _):
+    with recorded_run(model, [], x, seed, errors=True) as ((output,), _):
         rows = [torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True) for f in output.flatten()]
     moved = [
         sum((g * direction[p]).sum() for p, g in zip(parameters, row, strict=True) if g is not None) for row in rows
@@ -218,7 +218,7 @@ def test_a_linearization_leaves_no_trace(forward_mode, training):
     model.train(training)
     before = snapshot(model)
     random = torch.random.get_rng_state()
-    kept = optimizer._batches.listener.last
+    (kept,) = optimizer._batches.reached
     gradients = [p.grad.clone() for p in model.parameters()]
     buffers = dict(model.named_buffers())
     modes = [m.training for m in model.modules()]
@@ -226,7 +226,7 @@ def test_a_linearization_leaves_no_trace(forward_mode, training):
     linearized(model, x, ones_of(model), seed=1, forward_mode=forward_mode)
     assert_unchanged(before, snapshot(model))
     assert torch.equal(random, torch.random.get_rng_state())
-    assert optimizer._batches.listener.last is kept is not None
+    assert optimizer._batches.reached == [kept]
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert [m.training for m in model.modules()] == modes

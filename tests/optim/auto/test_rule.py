@@ -17,7 +17,7 @@ NAMES = ("whitened", "adam", "last")
 RIDGE = 1e-5  # the minimiser's own is a tenth of it
 VARIED = AutoSettings(
     evaluate_every=5, evaluated_part=0.25, evaluated_least=48, early_refreshes=(3,), initial_lambda=3e-3, well=0.9,
-    raise_lambda=3.0, lower_lambda=1.5, negligible=0.1, sampling=0.3, variance_spread=1e3, keep=0.4, least_trust=0.1,
+    raise_lambda=3.0, lower_lambda=1.5, negligible=0.1, sampling=0.3, keep=0.4, least_trust=0.1,
     most_momentum=0.8, most_fallback=0.05, bound_share=0.1, bound_nats=0.3, bound_late=0.4, cautious=0.125, blow_up=5.0,
 )  # fmt: skip
 

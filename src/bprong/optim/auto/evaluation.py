@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from bprong.capture.batches import Batch, Subset, copied, examples
+from bprong.capture.output import Head
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Likelihood, nontrivial
-from bprong.linalg.moments import finite, to_float64
+from bprong.linalg.moments import finite
 from bprong.optim.auto.linearized import Direction, Linearized, curvature, linearized, output_of
 from bprong.optim.auto.settings import SETTINGS
 from bprong.optim.rules import Group
-from bprong.whitening.layers import Layer
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ def evaluate(
     *,
     everything: bool,
     forward_mode: bool,
+    head: Head | None = None,
 ) -> Evaluation:
     """The quadratic model on the batches of a step.
 
     everything: on all examples; otherwise on a subset, unless the model cannot be run on one, because states, masks or
     graphs belong to the whole batch
+    head: finds the model's output
     """
     parts: list[Evaluation] = []
     for i, (batch, count) in enumerate(zip(batches, evaluated_counts(batches, everything), strict=True)):
@@ -71,7 +74,7 @@ def evaluate(
         x = copied(batch.x, subset, next(model.parameters()).dtype)
         reason = None
         try:
-            found = linearized(model, x, directions, seed + i, forward_mode, batch.class_dim)
+            found = linearized(model, x, directions, seed + i, forward_mode, batch.class_dim, head)
             if not subset.everything and not _fits(batch, found.output, subset):
                 reason = f"{subset.count} of {subset.whole} examples give the shape {tuple(found.output.shape)}"
         except Exception as error:  # a model may raise anything; it was tried without forward-mode AD too
@@ -80,11 +83,57 @@ def evaluate(
             reason = f"{type(error).__name__}: {str(error).split(chr(10), maxsplit=1)[0]}"
         if reason is not None:
             return replace(
-                evaluate(model, batches, directions, likelihood, seed, everything=True, forward_mode=forward_mode),
+                evaluate(
+                    model, batches, directions, likelihood, seed, everything=True, forward_mode=forward_mode, head=head
+                ),
                 undivided=reason,
             )
-        parts.append(_part(model, x, seed + i, found, batch, subset, likelihood))
+        run = partial(output_of, model, x, seed + i, batch.class_dim, head)
+        parts.append(_part(model, x, seed + i, found, batch, subset, likelihood, run))
     return _merged(parts)
+
+
+def declared_slope(
+    model: nn.Module, batches: Sequence[Batch], direction: Direction, seed: int, head: Head | None
+) -> float:
+    """The slope of the declared loss alone, as it acts at the outputs, along a direction; infinite if it is unknown."""
+    total = 0.0
+    for batch in batches:
+        if batch.x is None or batch.left is None:
+            return math.inf
+        x = copied(batch.x, Subset(1, 1), next(model.parameters()).dtype)
+        (along,) = linearized(model, x, [direction], seed, True, batch.class_dim, head).along
+        total += float((batch.left.gradient * along).sum())
+    return total
+
+
+def why_undivided(model: nn.Module, batches: Sequence[Batch], head: Head | None) -> str | None:
+    """Why a model cannot be run on a subset of a batch; None: it can.
+
+    In eval mode a subset must give the rows that the whole batch gives. It does not if the first dimension is time.
+    """
+    batch = batches[0]
+    subset = batch.subset(evaluated_counts(batches, everything=False)[0])
+    if subset.everything:
+        return None
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        subsets = (subset, Subset(subset.whole, subset.whole))
+        copies = [copied(batch.x, own, next(model.parameters()).dtype) for own in subsets]
+        part, whole = (output_of(model, x, 0, batch.class_dim, head) for x in copies)
+        if not whole.equal(output_of(model, copies[1], 1, batch.class_dim, head)):
+            return None  # the model draws random numbers in eval mode too, so that rows cannot be compared
+    except Exception as error:  # a model may raise anything; what it computes in training is tried next
+        return f"{type(error).__name__}: {str(error).split(chr(10), maxsplit=1)[0]}"
+    finally:
+        for module in training:
+            module.training = True
+    if subset.divides(whole) and part.shape == subset.rows(whole).shape:
+        rows = subset.rows(whole)
+        if bool(torch.isclose(part, rows, rtol=0.01, atol=0.01 * float(rows[rows.isfinite()].std())).all()):
+            return None
+    return "its rows depend on the rest of the batch, or the first dimension is not that of the examples"
 
 
 def _fits(batch: Batch, output: Tensor, subset: Subset) -> bool:
@@ -95,9 +144,10 @@ def _fits(batch: Batch, output: Tensor, subset: Subset) -> bool:
 
 
 def _part(
-    model: nn.Module, x: Any, seed: int, found: Linearized, batch: Batch, subset: Subset, likelihood: Likelihood
-) -> Evaluation:
-    """The quadratic model on some examples x of one batch."""
+    model: nn.Module, x: Any, seed: int, found: Linearized, batch: Batch, subset: Subset, likelihood: Likelihood,
+    run: Callable[[], Tensor],
+) -> Evaluation:  # fmt: skip
+    """The quadratic model on some examples x of one batch; run: computes the output on them again."""
     targets = None if batch.targets is None else batch.targets.select(subset.rows)
     if targets is not None and batch.left is None:
         likelihood.check_targets(found.output, targets.y)
@@ -112,7 +162,7 @@ def _part(
         targets.mean(found.output),
         Q.new_tensor(targets.slopes(found.output, found.along)),
         examples(x),
-        lambda: targets.mean(output_of(model, x, seed, batch.class_dim)),
+        lambda: targets.mean(run()),
         weight=targets.multiple(),
         refused=found.refused,
     )
@@ -148,29 +198,6 @@ def evaluated_counts(batches: Sequence[Batch], everything: bool) -> list[int]:
     ]
 
 
-def is_badly_scaled(z: Tensor, spread: float) -> bool:
-    """Whether inputs (rows, d) have variances that differ by more than `spread`, and none of them is rarely active.
-
-    Damping relative to each variance makes steps invariant to such scales; but it would let a pixel that is rarely on,
-    or a unit that is nearly dead, take huge steps on the few examples that show it. Those have few rows behind their
-    variance: n E[z²]² / E[z⁴] of them.
-
-    >>> _ = torch.manual_seed(0)
-    >>> z = torch.randn(100, 3)
-    >>> rare = z * (torch.rand(100, 3) < 0.02)
-    >>> [is_badly_scaled(x, spread=1e4) for x in (z, z * torch.tensor([1.0, 1e3, 1e-3]), rare)]
-    [False, True, False]
-    """
-    if z.ndim != 2 or not z.is_floating_point() or len(z) < 2:
-        return False
-    z = to_float64(z.detach())
-    squares = (z - z.mean(dim=0)).square()
-    squares = squares[:, squares.any(dim=0)]  # a constant has no scale
-    variances = squares.mean(dim=0)
-    rows = len(z) * variances**2 / squares.square().mean(dim=0)
-    return len(rows) > 0 and bool(variances.max() > spread * variances.min() and rows.min() >= max(4, len(z) / 20))
-
-
 # Products of directions -----------------------------------------------------------------------------------------------
 
 
@@ -185,16 +212,12 @@ def dot(a: Direction, b: Direction) -> float:
     return sum(float(x.flatten().dot(y.flatten()) if x.dtype == y.dtype else (x * y).sum()) for x, y in pairs)
 
 
-def metrics(
-    directions: Mapping[str, Direction], layers: Iterable[Layer], groups: Mapping[Tensor, Group]
-) -> tuple[Tensor, Tensor]:
-    """Two Gram matrices (k, k) of the directions: in the damping's metric, and in that of ½ weight_decay ‖θ‖²."""
-    units = {layer.weight: layer.forward.damping_units for layer in layers if layer.forward.damping_units is not None}
+def metrics(directions: Mapping[str, Direction], groups: Mapping[Tensor, Group]) -> tuple[Tensor, Tensor]:
+    """Two Gram matrices (k, k) of the directions: of their dot products, and in the metric of ½ weight_decay ‖θ‖²."""
     decay = {p: group["weight_decay"] for p, group in groups.items() if group["weight_decay"]}
     vectors = list(directions.values())
-    damped = ({p: d * units[p] if p in units else d for p, d in vector.items()} for vector in vectors)
     decayed = ({p: d * decay[p] for p, d in vector.items() if p in decay} for vector in vectors)
-    return _gram(vectors, damped), _gram(vectors, decayed)
+    return _gram(vectors, vectors), _gram(vectors, decayed)
 
 
 def _gram(a: Sequence[Direction], b: Iterable[Direction]) -> Tensor:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bprong.capture.batches import without_listening
-from bprong.capture.measure import laid_out, random_numbers, recorded_run
+from bprong.capture.output import Head, laid_out
+from bprong.capture.own_pass import own_pass, random_numbers, recorded_run
 from bprong.likelihood.families import Likelihood
 
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
@@ -40,24 +40,24 @@ class Linearized:
     refused: str | None = None
 
 
-def output_of(model: nn.Module, x: Any, seed: int, class_dim: int | None = None) -> Tensor:
+def output_of(model: nn.Module, x: Any, seed: int, class_dim: int | None = None, head: Head | None = None) -> Tensor:
     """The output on x at the current parameters: detached, eager, without autocast, with dropout drawn from the seed.
 
-    class_dim: see `measure.laid_out`
+    class_dim: see `output.laid_out`
+    head:      finds the output
 
-    No listener keeps the call, and attention uses no fused kernels, because these have no forward-mode AD.
+    Attention uses no fused kernels, because these have no forward-mode AD.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
     >>> bool(output_of(model, torch.ones(4, 3), seed=1).equal(output_of(model, torch.ones(4, 3), seed=1)))
     True
     """
     with ExitStack() as stack:
-        stack.enter_context(without_listening())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for device in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(device, enabled=False))
-        output, _ = stack.enter_context(recorded_run(model, [], x, seed, errors=False))
-        return laid_out(output, class_dim)
+        parts, _ = stack.enter_context(recorded_run(model, [], x, seed, errors=False, head=head))
+        return laid_out(parts, class_dim)
 
 
 def linearized(
@@ -67,17 +67,18 @@ def linearized(
     seed: int,
     forward_mode: bool = True,
     class_dim: int | None = None,
+    head: Head | None = None,
 ) -> Linearized:
     """The output on x and J d for each direction, with the same random numbers and buffers for all.
 
     forward_mode: whether to try forward-mode AD; trying it in vain takes the time of half a pass
-    class_dim:    see `output_of`
+    class_dim, head: see `output_of`
 
     >>> layer = nn.Linear(2, 1)
     >>> linearized(layer, torch.tensor([[1.0, 2.0]]), [{layer.weight: torch.tensor([[1.0, 10.0]])}], seed=0).along[0]
     tensor([[21.]])
     """
-    run = functools.partial(output_of, model, x, seed, class_dim)
+    run = functools.partial(output_of, model, x, seed, class_dim, head)
     refused: str | None = "forward-mode AD was not requested"
     if forward_mode and directions:
         try:
@@ -114,7 +115,7 @@ def _dual(run: Callable[[], Tensor], direction: Direction) -> tuple[Tensor, Tens
     the list in nn.LSTM) then sees the tangents. Leaving the level removes the tangents again.
     """
     _import_decompositions()
-    with dual_level():
+    with own_pass(), dual_level():
         with torch.no_grad():
             for parameter, d in direction.items():
                 parameter.copy_(make_dual(parameter.detach(), d.to(parameter)))  # type: ignore[no-untyped-call]

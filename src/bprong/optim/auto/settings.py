@@ -23,7 +23,6 @@ class AutoSettings:
     negligible        relative to λ: a lower bound on D's mean eigenvalue, for outputs whose errors vanish; and the
                       dᵀFd / ‖d‖² below which λ alone limits a step, so that λ falls by the square of raise_lambda
     sampling          times tr/N, added to ε: the sampling error of eigenvalues from N observations
-    variance_spread   the ratio of variances above which each input is damped relative to its own
     keep              what averages keep at an evaluation: of α, β and μ, of slopes, of the loss
     least_trust       the lower bound of s, which is underestimated if an epoch has few batches
     most_momentum     the upper bound of μ
@@ -45,7 +44,6 @@ class AutoSettings:
     lower_lambda: float = 1.1
     negligible: float = 0.01
     sampling: float = 0.1
-    variance_spread: float = 1e4
     keep: float = 0.8
     least_trust: float = 0.05
     most_momentum: float = 0.95
@@ -75,10 +73,11 @@ class AutoState:
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
     slope            ∇LᵀΔ at the last evaluation
     slope_change     the predicted change of this slope by the step that was made: (Qc)_Δ
+    promised         ∇Lᵀd of the last step d
+    overshoots       whether a step has raised the loss by a part of it that F does not see
     curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
     ratio            of the actual to the predicted decrease; None: unknown
     evaluate_until   the step until which all are evaluated
-    badly_scaled     names of layers whose inputs differ so much in scale that each is damped by its own variance
     scale            of the user's loss relative to the mean −log p of a target
     everything       whether the model cannot be run on a subset of a batch
     forward_mode     whether forward-mode AD is available
@@ -96,10 +95,11 @@ class AutoState:
     curvature: Parts = field(default_factory=dict)
     slope: float = 0.0
     slope_change: float = 0.0
+    promised: float = 0.0
+    overshoots: bool = False
     curvature_ratio: float = 1.0
     ratio: float | None = None
     evaluate_until: int = SETTINGS.evaluate_every
-    badly_scaled: list[str] = field(default_factory=list)
     scale: float = 1.0
     everything: bool = False
     forward_mode: bool = True

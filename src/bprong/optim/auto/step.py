@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.measure import LayerMoments
+from bprong.capture.output import Head
 from bprong.errors import warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
-from bprong.optim.auto.evaluation import Evaluation, dot, evaluate, is_badly_scaled, metrics
+from bprong.optim.auto.evaluation import Evaluation, declared_slope, dot, evaluate, metrics, why_undivided
 from bprong.optim.auto.linearized import Direction
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
@@ -37,6 +37,7 @@ class Automatic(StepRule):
     """
 
     early_steps = SETTINGS.early_refreshes
+    reads_every_batch = True
     keeps_every_batch = True
 
     def __init__(
@@ -47,6 +48,7 @@ class Automatic(StepRule):
         damping: Mapping[SideName, Damping],
         damping_given: bool = False,
         max_step: float | None = None,
+        head: Head | None = None,
     ) -> None:
         if options.fallback_rate is not None:
             raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
@@ -60,8 +62,10 @@ class Automatic(StepRule):
         self._damping = damping
         self._model = model
         self._likelihood = likelihood
+        self._head = head
         self._fallback = options.fallback
         self._warned: set[str] = set()
+        self._is_divisible = False  # not known yet
 
     def check_group(self, group: Group) -> None:
         if group["momentum"]:
@@ -71,12 +75,6 @@ class Automatic(StepRule):
 
     def damping(self, layer: Layer, side: Side) -> Damping:
         return self.rule.damping(layer, side) or self._damping[side.name]
-
-    def first_measured(self, measured: Mapping[str, LayerMoments]) -> None:
-        spread = self.rule.settings.variance_spread
-        self.rule.badly_scaled += [
-            name for name, found in measured.items() if found.probe is not None and is_badly_scaled(found.probe, spread)
-        ]
 
     def report(self) -> dict[str, float | None]:
         return {
@@ -95,6 +93,12 @@ class Automatic(StepRule):
                 "gradients were multiplied by more than one factor between the backward pass and the step, as "
                 "clip_grad_value_ does; they are used as they are"
             )
+        if any(group["momentum"] for group in groups.values()):
+            self._warn(
+                "something, such as OneCycleLR or CyclicLR, has written a momentum into the parameter groups. It is "
+                "not used here, and lr multiplies the automatic step: 1 is the step itself. Give such a scheduler "
+                "cycle_momentum=False and max_lr=1"
+            )
         evaluates = rule.evaluates(gradients.t)
         scale = rule.scale * (gradients.factor or 1.0)
         values = {p: _penalised(p, g, groups[p], scale) for p, g in gradients.values.items()}
@@ -105,10 +109,11 @@ class Automatic(StepRule):
         directions = self._directions(values, gradients.states, layers, relative)
         slopes = {name: dot(values, d) for name, d in directions.items() if evaluates or name == "whitened"}
         found = self._evaluate(list(directions.values()), gradients) if evaluates else None
-        metric = None if found is None else metrics(directions, layers.values(), groups)
+        metric = None if found is None else metrics(directions, groups)
         c = rule.choose(gradients.t, slopes, found, metric, lr)
         _update_(directions, c, groups, gradients.states)
         self.moved = list(groups)
+        rule.promised = dot(values, {p: gradients.states[p][LAST] for p in self.moved})
         for layer in layers.values() if gradients.noted else ():
             if LAST in gradients.states.get(layer.weight, {}):
                 layer.step_norm = float(layer.linear.own(gradients.states[layer.weight][LAST]).norm())
@@ -130,7 +135,19 @@ class Automatic(StepRule):
         if len(losses) < len(known):
             return False
         loss = sum(part * loss for part, loss in zip(multiples, losses, strict=True)) / scale
-        return self.rule.blew_up(loss) and self.undo_(gradients)
+        overshot = bool(self.rule.promised) and self._overshot(gradients, scale)
+        return (self.rule.blew_up(loss) or overshot) and self.undo_(gradients)
+
+    def _overshot(self, gradients: Gradients, scale: float) -> bool:
+        """Whether the last step raised a part of the loss that F does not see, such as that of a second head."""
+        last = {p: gradients.states[p][LAST] for p in self.moved if p in gradients.values}
+        slope = dot(gradients.values, last) / (scale * (gradients.factor or 1.0))
+        overshot = self.rule.overshot(slope, sum(len(b.targets.y) for b in gradients.batches if b.targets is not None))
+        if overshot and not self.rule.overshoots:
+            own = declared_slope(self._model, gradients.batches, last, mixed(gradients.seed, -2), self._head) / scale
+            self.rule.overshoots = own < slope / 2
+        self.rule.follow(slope)
+        return overshot and self.rule.overshoots
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
@@ -160,13 +177,19 @@ class Automatic(StepRule):
         return {name: direction for name, direction in found.items() if direction or name == "whitened"}
 
     def _evaluate(self, directions: list[Direction], gradients: Gradients) -> Evaluation:
+        if not self.rule.everything and not self._is_divisible:
+            undivided = why_undivided(self._model, gradients.batches, self._head)
+            self._is_divisible = undivided is None
+            self.rule.everything = undivided is not None
+        else:
+            undivided = None
         found = evaluate(
             self._model, gradients.batches, directions, self._likelihood, mixed(gradients.seed, -1),
-            everything=self.rule.everything, forward_mode=self.rule.forward_mode,
+            everything=self.rule.everything, forward_mode=self.rule.forward_mode, head=self._head,
         )  # fmt: skip
-        if found.undivided is not None:
+        if undivided := undivided or found.undivided:
             self.rule.everything = True
-            self._warn(f"the model cannot be run on a subset of a batch, so all of it is evaluated: {found.undivided}")
+            self._warn(f"the model cannot be run on a subset of a batch, so all of it is evaluated: {undivided}")
         if found.refused is not None and self.rule.forward_mode:
             self.rule.forward_mode = False
             self._warn(f"forward-mode AD is unavailable for this model; using finite differences: {found.refused}")

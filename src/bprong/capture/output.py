@@ -1,0 +1,149 @@
+"""The tensors that a loss is computed from: where they are found, and where they are in the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from bprong.capture.calls import Calls
+
+Key = str | int | Callable[[Any], Any]
+
+FARTHEST = 200  # operations between an output and its loss
+
+
+@dataclass
+class Head:
+    """Finds the tensors that the loss is computed from.
+
+    key:        names them in what the model returns: a key or attribute, an index, or a function of it; None: the
+                logits or the first tensor or, if a loss inside of the model does not depend on that, its input
+    functions:  the names of torch's functions that may be this loss
+    inside:     whether they are the input of a loss inside of the model; None: not known yet
+
+    >>> Head().find({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)})[0][0].shape
+    torch.Size([2, 3])
+    """
+
+    key: Key | None = None
+    functions: frozenset[str] = frozenset()
+    inside: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.key is None or isinstance(self.key, (str, int)) or callable(self.key)):
+            raise TypeError(f"output must be a key, an index or a function of what the model returns, not {self.key!r}")
+
+    def find(self, returned: Any, calls: Calls | None = None) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Tensors that differ in their first dimension only, and their targets, if these are known.
+
+        calls: those of this forward pass
+        """
+        losses = [] if calls is None or self.key is not None else self._losses(calls)
+        if losses and self.inside is None and torch.is_grad_enabled():
+            self.inside = not _depends_on(losses[0][0], _chosen(returned, None))
+        if losses and self.inside is not False:
+            return [f for f, _ in losses], (torch.cat([y for _, y in losses]),)
+        found = _chosen(returned, self.key)
+        parts = list(found) if isinstance(found, (tuple, list)) and self.key is not None else [found]
+        for part in parts:
+            if not isinstance(part, Tensor) or part.ndim == 0:
+                what = "a number" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                advice = _advice(returned)
+                raise TypeError(f"the loss must be computed from a tensor that the model returns, not {what}. {advice}")
+        return parts, ()
+
+    def _losses(self, calls: Calls) -> list[tuple[Tensor, Tensor]]:
+        """The inputs and targets of the losses with the largest input, and of those like it."""
+        found = [(f, y) for name, f, y in calls.losses if name in self.functions and f.ndim > 0]
+        shapes = [f.shape[1:] for f, _ in sorted(found, key=lambda loss: loss[0].numel())]
+        return [(f, y) for f, y in found if f.shape[1:] == shapes[-1]]
+
+
+def _chosen(returned: Any, key: Key | None) -> Any:
+    match returned:
+        case Tensor() if key is None:
+            return returned
+        case object(logits=found) | {"logits": found} | [found, *_] if key is None:
+            return found
+        case _ if key is None:
+            return returned
+    try:
+        if callable(key):
+            return key(returned)
+        by_name = isinstance(key, str) and not isinstance(returned, Mapping)
+        return getattr(returned, str(key)) if by_name else returned[key]
+    except (LookupError, AttributeError, TypeError) as reason:
+        raise TypeError(f"the model returns nothing under output={key!r}. {_advice(returned)}") from reason
+
+
+def _advice(returned: Any) -> str:
+    names = sorted(map(str, returned)) if isinstance(returned, Mapping) else []
+    has = f"The model returns {', '.join(names)}. " if names else ""
+    return f"{has}Name it with output=: a key, an index, or a function of what the model returns"
+
+
+def _depends_on(value: Tensor, tensor: Any) -> bool:
+    node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+    return node is not None and bool(nodes_behind(value, lambda one: one is node))
+
+
+def nodes_behind(value: Tensor, wanted: Callable[[Node], bool]) -> list[Node]:
+    """Those of the wanted operations that a value was computed by; the search ends if they are far away."""
+    nodes = [] if value.grad_fn is None else [value.grad_fn]
+    found = []
+    for node in nodes:  # which grows meanwhile
+        if wanted(node):
+            found.append(node)
+        elif len(nodes) < FARTHEST:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return found
+
+
+@dataclass(frozen=True)
+class Output:
+    """The tensors that a loss is computed from.
+
+    parts:      copies of them; they differ in their first dimension only, and the targets of all of them are drawn
+    edges:      where they are in the autograd graph; empty: in none. Later operations may change them in place
+    class_dim:  see `laid_out`
+    """
+
+    parts: tuple[Tensor, ...]
+    edges: tuple[GradientEdge, ...]
+    class_dim: int | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor], class_dim: int | None = None) -> Output:
+        edges = tuple(get_gradient_edge(part) for part in parts if part.requires_grad)
+        return cls(tuple(part.detach().clone() for part in parts), edges, class_dim)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """All of them, laid out, in at least float32."""
+        values = laid_out(self.parts, self.class_dim)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+    def gradients(self, root: Tensor, wanted: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
+        """Propagates a gradient at the values back; None: it does not reach there. The graph remains usable."""
+        split = torch.split(root, [len(part) for part in self.parts])
+        roots = [_moved_back(own, part, self.class_dim) for own, part in zip(split, self.parts, strict=True)]
+        return torch.autograd.grad(self.edges, wanted, roots, retain_graph=True, allow_unused=True)
+
+
+def _moved_back(root: Tensor, like: Tensor, class_dim: int | None) -> Tensor:
+    """What was laid out, in the shape and precision of the output."""
+    if class_dim is None:
+        return root.reshape(like.shape).to(like.dtype)
+    return root.reshape(like.movedim(class_dim, -1).shape).movedim(-1, class_dim).to(like.dtype)
+
+
+def laid_out(parts: Sequence[Tensor], class_dim: int | None) -> Tensor:
+    """Outputs as one, with classes in this dimension as (B, positions, classes); None: as they are."""
+    output = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return output if class_dim is None else output.movedim(class_dim, -1).flatten(1, -2)

@@ -1,0 +1,237 @@
+"""A pass of our own through a model, which leaves no trace.
+
+Afterwards random number generators, buffers (running statistics of BatchNorm), attributes of the modules, `.grad` and
+modes are what they were before.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
+
+from bprong.capture.calls import Calls, Replacements, recorded_calls
+from bprong.capture.output import Head
+from bprong.capture.weights import WeightMatrix
+
+_THREAD = threading.local()  # `own`: how many passes of our own are running in this thread
+_ONE_AT_A_TIME = threading.RLock()  # random number generators and forward-mode AD belong to the process
+
+
+class Arguments(NamedTuple):
+    """What a model was called with; autocast: the precision of autocast at that time, if it was on."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None = None
+
+
+def is_own_pass() -> bool:
+    """Whether the call of a model that is running is one of ours, which is not training."""
+    return getattr(_THREAD, "own", 0) > 0
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    with _ONE_AT_A_TIME:
+        _THREAD.own = getattr(_THREAD, "own", 0) + 1
+        try:
+            yield
+        finally:
+            _THREAD.own -= 1
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Entering a context takes longer than finding out whether it is needed."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+@contextmanager
+def recorded_run(
+    model: nn.Module, weights: Iterable[WeightMatrix], x: Any, seed: int, errors: bool, head: Head | None = None
+) -> Iterator[tuple[list[Tensor], Calls]]:
+    """Run `model` on x and return its output and every call of the weights; errors: with an autograd graph."""
+    if errors and torch.is_inference_mode_enabled():
+        raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
+    with own_pass(), _without_trace(model, seed), torch.set_grad_enabled(errors):
+        with recorded_calls(weights) as calls, _AS_WRITTEN.active(), ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and importing it takes seconds
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            calls.returned = _call(model, x)
+        if errors:
+            calls.drop_without_graph()
+        yield (head or Head()).find(calls.returned, calls)[0], calls
+
+
+# Checkpoints, reentrant or not: the function is called once, with nothing around it.
+_AS_WRITTEN = Replacements(
+    lambda: [
+        (
+            checkpoint,
+            "CheckpointFunction",
+            SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args)),
+        ),
+        (checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: (None for _ in range(1))),
+    ]
+)
+
+
+def _call(model: nn.Module, x: Any) -> Any:
+    """The model's output on a tensor, on a tuple or mapping of arguments, or on `Arguments`."""
+    if isinstance(x, Tensor) and (x.ndim == 0 or len(x) == 0):
+        raise ValueError(f"the batch is empty: its shape is {tuple(x.shape)}")
+    x = tree_map(lambda leaf: leaf, x)  # a model may change the containers that it is given
+    if isinstance(x, Arguments):
+        # Parameters of several precisions need autocast; otherwise we compute in theirs.
+        precisions = {(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()}
+        device, _ = next(iter(precisions))
+        with torch.autocast(device, x.autocast, enabled=x.autocast is not None and len(precisions) > 1):
+            return model(*x.args, **x.kwargs)
+    if isinstance(x, tuple):
+        return model(*x)
+    return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+# What a forward pass may change ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
+    """Use separate random numbers, and restore the state of all modules afterwards."""
+    seen: set[int] = set()
+    restore: list[Callable[[], object]] = []
+    for hooks in _GLOBAL_HOOKS:
+        restore += _restorers(hooks, seen)
+    for module in model.modules():
+        if not getattr(module, "buffers_are_constant", False):
+            kept = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
+            restore += [*_restorers(kept, seen), *_restorers(module._buffers, seen)]
+            restore.append(_restorer_of_attributes(module, kept))
+    with random_numbers(model, seed):
+        try:
+            for hooks, key, _ in list(_users_hooks(model)):
+                if key not in _CHANGING:
+                    del hooks[key]
+            yield
+        finally:
+            with torch.no_grad():
+                for function in restore:
+                    function()
+
+
+# Forward hooks of the user's that change what a module computes belong to it; others must not be called by us.
+_CHANGING: set[int] = set()  # keys of hooks that have returned something; they are unique over all modules
+_GLOBAL_HOOKS = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
+
+
+def _users_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Callable[..., Any]]]:
+    """The forward hooks of a model, other than those of torch and ours: where they are, under which key, and they."""
+    everywhere = [d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)]
+    for hooks in (*_GLOBAL_HOOKS, *everywhere):
+        for key, hook in hooks.items():
+            function = getattr(hook, "func", hook)
+            if not getattr(function, "__module__", "").startswith(("torch.", "bprong.")):
+                yield hooks, key, hook
+
+
+@contextmanager
+def noted_hooks(model: nn.Module) -> Iterator[None]:
+    """Find out, in a pass of the user's, which forward hooks change what their module computes."""
+    replaced = [(hooks, key, hook, partial(_noted, key, hook)) for hooks, key, hook in _users_hooks(model)]
+    for hooks, key, _, noted in replaced:
+        hooks[key] = noted
+    try:
+        yield
+    finally:
+        for hooks, key, hook, noted in replaced:
+            if hooks.get(key) is noted:
+                hooks[key] = hook
+
+
+def _noted(key: int, hook: Callable[..., Any], *args: Any) -> Any:
+    result = hook(*args)
+    if result is not None:
+        _CHANGING.add(key)
+    return result
+
+
+def _restorer_of_attributes(module: nn.Module, kept: Mapping[str, Any]) -> Callable[[], object]:
+    def restore() -> None:
+        own = vars(module)
+        for name in own.keys() - kept.keys() - {"_parameters", "_modules"}:
+            del own[name]
+        own.update(kept)
+
+    return restore
+
+
+def _restorers(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
+    """Functions that give a value back its present contents: a tensor, a container, or a random number generator."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    match value:
+        case nn.Parameter():
+            return
+        case Tensor():
+            saved = value.clone()
+            yield lambda: value.copy_(saved)
+        case dict():
+            contents = dict(value)
+            yield partial(_refill, value, value.update, contents)
+            for item in contents.values():
+                yield from _restorers(item, seen)
+        case list() | deque():
+            items = list(value)
+            yield partial(_refill, value, value.extend, items)
+            for item in items:
+                yield from _restorers(item, seen)
+        case set():
+            members = set(value)
+            yield partial(_refill, value, value.update, members)
+        case torch.Generator():
+            state = value.get_state()
+            yield lambda: value.set_state(state)
+        case random.Random():
+            numbers = value.getstate()
+            yield lambda: value.setstate(numbers)
+        case np.random.Generator():
+            bits = value.bit_generator.state
+            yield lambda: setattr(value.bit_generator, "state", bits)
+        case np.random.RandomState():
+            words = value.get_state()
+            yield lambda: value.set_state(words)
+
+
+def _refill(container: Any, fill: Callable[[Any], None], contents: Any) -> None:
+    container.clear()
+    fill(contents)
+
+
+@contextmanager
+def random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """Draw random numbers from `seed` on the model's devices; afterwards all generators continue as before."""
+    accelerators = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    numbers = random.getstate()
+    words = np.random.get_state()
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        stack.callback(random.setstate, numbers)
+        stack.callback(np.random.set_state, words)
+        torch.default_generator.manual_seed(seed)
+        for device in accelerators:
+            stack.enter_context(torch.random.fork_rng([device.index or 0], device_type=device.type))
+            with device:
+                torch.get_device_module(device.type).manual_seed(seed)
+        yield

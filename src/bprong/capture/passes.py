@@ -1,0 +1,450 @@
+"""The training calls of a model between two optimizer steps, followed from their forward pass to their backward pass.
+
+forward   The hooks of the model record the calls of the weights that are to be measured, if there are any.
+backward  When the user's backward pass arrives at the output, the recorded calls are measured on its graph, and the
+          gradient there is read. Calls that are never back-propagated do not count.
+step      The batches whose gradients are in `.grad` are used and forgotten.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from bprong.capture.batches import Batch, OutputGradient, examples
+from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.measure import LayerMoments
+from bprong.capture.output import Head, Output, laid_out, nodes_behind
+from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
+from bprong.capture.weights import WeightMatrix
+from bprong.likelihood.loss import Loss
+
+
+class Meter(Protocol):
+    """Measures recorded calls."""
+
+    def weights(self) -> list[WeightMatrix]:
+        """The weights to record in a forward pass that begins; none: nothing is to be measured."""
+
+    def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> Mapping[str, LayerMoments]:
+        """The moments of recorded calls that led to an output; index: of the batch, since the last step."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """A training call of the model.
+
+    arguments:  what the model was called with, until it is known that this is not needed
+    versions:   how often each of their tensors had been written to
+    recording:  closed when the call ends
+    calls:      of the weights to measure, until they are measured; None: nothing is to be measured
+    retained:   tensors whose gradients the user may have asked to be retained
+    structure:  what the model returned, without its tensors, if the output is a rearrangement of them
+    gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
+    number:     which of the results of its operation the output is, if that is where a hook is
+    task:       the backward pass that reached it last
+
+    It must not hold on to the operation that computed the output, whose hook holds on to it.
+    """
+
+    arguments: Arguments | None
+    versions: list[int]
+    recording: ExitStack
+    calls: Calls | None = None
+    output: Output | None = None
+    retained: Sequence[weakref.ref[Tensor]] = ()
+    structure: TreeSpec | None = None
+    given: tuple[Tensor, ...] = ()
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    measured: Mapping[str, LayerMoments] | None = None
+    number: int | None = None
+    task: int = -1
+
+
+class Batches:
+    """The batches a model was trained on since the last optimizer step.
+
+    model:     the root module as the user calls it, compiled or not; it has hooks while this object lives
+    loss:      the declared loss; if it is a module, that has a hook too
+    head:      finds the output that the loss is computed from
+    meter:     measures the calls of the model's weights; None: nothing is measured
+    reads:     whether the gradients at outputs are read even if nothing is measured
+    keeps:     whether the arguments of calls are kept until the step
+    observed:  the batches given by `observe`, which are measured instead of the calls
+
+    Copies and pickles contain no batches and put hooks of their own on their model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        head: Head,
+        meter: Meter | None = None,
+        reads: bool = True,
+        keeps: bool = True,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.head = head
+        self.meter = meter
+        self.reads = reads
+        self.keeps = keeps
+        self.observed: list[Batch] = []
+        self.reached: list[Pass] = []
+        self.unread: str | None = None  # why no output was found in what the model returned
+        self._loss_is_inside = True  # until a call shows otherwise
+        self.listener = Listener(self)
+        self.listener.attach(self)
+
+    def __reduce__(self) -> tuple[type[Batches], tuple[Any, ...]]:
+        return Batches, (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
+
+    def observe(self, x: Any, y: Tensor | None = None) -> None:
+        """Measure this batch at the next step, instead of the calls of the model."""
+        self.observed.append(Batch(x, given=() if y is None else (y,)))
+
+    def forget(self) -> None:
+        """Forget all batches: they were used, or the step was refused."""
+        self.observed.clear()
+        for begun in self.reached:  # the user may still hold on to the output, and its hook to this
+            begun.calls = None
+            begun.output = None
+            begun.measured = None
+        self.reached.clear()
+        self.listener.compiled = None
+
+    def seen(self) -> list[Batch]:
+        """The batches since the last step: those observed or, without any, the calls that a backward pass reached.
+
+        As many calls as observed batches have the gradients of these.
+        """
+        calls = [self._batch(one) for one in self.reached]
+        changed = any(one.arguments is not None and one.versions != _versions(one.arguments) for one in self.reached)
+        if changed and self.keeps and not self.observed:
+            raise RuntimeError(
+                "the batch was changed in place between the model's call and the step, so it cannot be evaluated. "
+                "Call optimizer.observe(x.clone()) before you change it"
+            )
+        link = self.listener.compiled
+        while link is not None:
+            arguments, link = link
+            calls.append(Batch(Arguments(*arguments)))
+        calls = [self._with_loss_inside(call) for call in calls]
+        if not self.observed:
+            if all(len(call.given) == 1 for call in calls):
+                return calls
+            given = tuple(y for call in calls for y in call.given)  # of several calls before their losses
+            return [replace(call, given=given) for call in calls]
+        lefts = [call.left for call in calls] if len(calls) == len(self.observed) else [None] * len(self.observed)
+        return [
+            replace(batch, left=left if left is not None and len(left.output) == _length(batch) else None)
+            for batch, left in zip(self.observed, lefts, strict=True)
+        ]
+
+    def _with_loss_inside(self, call: Batch) -> Batch:
+        """With what a loss inside of a compiled model leaves at the output, which a pass of our own shows."""
+        if call.left is not None or call.given or call.x is None or not self._loss_is_inside:
+            return call
+        model = getattr(self.model, "_orig_mod", self.model)
+        with recorded_run(model, [], call.x, seed=0, errors=True, head=self.head) as (parts, calls):
+            self._loss_is_inside = any(name in self.head.functions for name, *_ in calls.losses)
+            losses = [t for t in tree_leaves(calls.returned) if isinstance(t, Tensor) and t.ndim == 0]
+            if not (self._loss_is_inside and losses and losses[0].requires_grad):
+                return call
+            gradients = torch.autograd.grad(losses[0], parts, allow_unused=True, materialize_grads=True)
+        return replace(call, left=self._output_gradient([part.detach() for part in parts], gradients))
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass | None:
+        """When the model is called in training: what is recorded of it; None: nothing."""
+        weights = [] if self.meter is None else self.meter.weights()
+        if not (weights or self.reads):
+            return None
+        # Containers are copied, so that the user cannot change them.
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        arguments = Arguments(args, kwargs, autocast)
+        begun = Pass(arguments, _versions(arguments), ExitStack())
+        if _is_compiled(self.model):
+            begun.calls = Calls(weights, formulas=False)
+            begun.calls.opaque = True
+        elif weights or self._loss_is_inside:
+            begun.calls = begun.recording.enter_context(recorded_calls(weights, formulas=False))
+        if weights or self.keeps:
+            begun.recording.enter_context(noted_hooks(self.model))
+        return begun
+
+    def finish(self, begun: Pass, returned: Any) -> None:
+        """When the call has returned, or raised an error (None): wait for a backward pass."""
+        begun.recording.close()
+        calls = begun.calls
+        try:
+            parts, begun.given = ([], ()) if returned is None else self.head.find(returned, calls)
+        except TypeError as reason:  # whoever needs the output will say what is missing
+            self.unread = str(reason)
+            return
+        if not parts or not all(part.requires_grad for part in parts):
+            return
+        begun.output = Output.of(parts)
+        for edge in begun.output.edges:  # for the loss to find the call
+            _metadata(edge.node)[id(self)] = weakref.ref(begun)
+        leaves, structure = tree_flatten(returned)
+        if callable(self.head.key) and not all(any(part is leaf for leaf in leaves) for part in parts):
+            begun.structure = structure  # the loss is computed from the tensors that the output was made of
+            parts = leaves
+        elif len(parts) == 1:
+            begun.number = parts[0].output_nr
+            begun.output = replace(begun.output, edges=())
+        triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
+        if not any(part.numel() for part in begun.output.parts):
+            calls = None
+            begun.calls = None
+        if calls is not None:
+            begun.retained = [*calls.retained, *(weakref.ref(t) for t in leaves if isinstance(t, Tensor))]
+            self._loss_is_inside = calls.opaque or bool(calls.losses)
+            calls.losses.clear()
+            calls.drop_without_graph()
+        if not (self.keeps or (calls is not None and self._needs_own_pass(calls))):
+            begun.arguments = None
+        # A hook that kept the tensor itself would keep itself alive.
+        for i, part in [*enumerate(parts), *((None, leaf) for leaf in triggers)]:
+            if isinstance(part, Tensor) and part.requires_grad:
+                hook = partial(_arrive, weakref.ref(self), begun, i)
+                part.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _needs_own_pass(self, calls: Calls) -> bool:
+        """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
+        missing = calls.recorded - {call.weight for call in calls}
+        if all(weight.name in calls.empty for weight in missing):
+            return bool(calls.recorded) and (calls.opaque or _anything_is_compiled())
+        return True
+
+    def after_loss(self, value: Tensor, y: Tensor) -> None:
+        """When the loss module was called: its targets belong to the calls of the model that its value depends on."""
+        for node in nodes_behind(value, lambda node: id(self) in _metadata(node)):
+            begun = _metadata(node)[id(self)]()
+            if begun is not None:
+                begun.given = (*begun.given, y.detach())
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def arrive(self, begun: Pass, part: int | None, gradient: Tensor) -> None:
+        """When the user's backward pass arrives at a part of the output of a call."""
+        if begun.output is None:  # it was used by an earlier step
+            return
+        task = torch._C._current_graph_task_id()
+        if any(one.task != task for one in self.reached) and _all_zero(self.model.parameters()):
+            self.reached = [one for one in self.reached if one.task == task]  # other gradients were thrown away
+        if begun not in self.reached:
+            self.reached.append(begun)
+            begun.gradients = {}
+        first = begun.task != task
+        begun.task = task
+        if part is not None:
+            begun.gradients[part] = begun.gradients.get(part, 0) + gradient.detach()
+        if first and begun.calls is not None:
+            self._measure(begun)
+
+    def _measure(self, begun: Pass) -> None:
+        """Measures the recorded calls on the user's graph, as if the user's backward pass had not begun."""
+        calls, output = begun.calls, begun.output
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
+            begun.calls = None
+        if calls is None or output is None or self.meter is None or not calls.recorded or calls.opaque:
+            return
+        if begun.number is not None:
+            output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), begun.number),))
+        batch = self._batch(begun)
+        retained = [(t, t.grad) for t in (ref() for ref in begun.retained) if t is not None and t.retains_grad]
+        for tensor, _ in retained:
+            tensor.grad = None
+        try:
+            begun.measured = self.meter.measure(len(self.reached) - 1, output, calls, batch)
+        except RuntimeError as reason:
+            if "compiled" not in str(reason) or begun.arguments is None:  # compiled functions run backward only once
+                raise
+        finally:
+            for tensor, before in retained:
+                tensor.grad = before
+
+    def _batch(self, begun: Pass) -> Batch:
+        """A call that a backward pass has reached."""
+        return Batch(begun.arguments, self._left(begun), begun.given, measured=begun.measured)
+
+    def _left(self, begun: Pass) -> OutputGradient | None:
+        """Of all backward passes through one output, as if their losses had been summed; None: nothing finite.
+
+        Gradients that are not finite belong to a step that was skipped.
+        """
+        if begun.output is None or not begun.gradients:
+            return None
+        parts = begun.output.parts
+        if len(begun.gradients) < (len(parts) if begun.structure is None else begun.structure.num_leaves):
+            return None  # the backward pass has not arrived everywhere yet
+        gradients = [begun.gradients[i] for i in sorted(begun.gradients)]
+        if begun.structure is not None:  # what rearranges tensors rearranges their gradients
+            gradients, _ = self.head.find(tree_unflatten(gradients, begun.structure))
+        return self._output_gradient(parts, gradients)
+
+    def _output_gradient(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> OutputGradient | None:
+        if not all(bool(torch.isfinite(g).all()) for g in gradients):
+            return None
+        class_dim = self.loss.likelihood.class_dim(laid_out(parts, None), laid_out(gradients, None))
+        return OutputGradient(laid_out(parts, class_dim), laid_out(gradients, class_dim), class_dim)
+
+
+def _metadata(node: Node) -> dict[int, weakref.ref[Pass]]:
+    """What is noted at an operation: the calls, by their owner, whose output it computed."""
+    return node.metadata  # type: ignore[return-value]  # a property, other than the stubs say
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether calls of the weights of a model, or of some of them, cannot be seen."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+
+
+def _anything_is_compiled() -> bool:
+    """Whether torch.compile was ever used in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient: Tensor | None) -> None:
+    """A hook on a part of the output. It does nothing within a pass of our own over the same graph."""
+    batches = owner()
+    if batches is None or gradient is None or is_own_pass():
+        return
+    if reaches(batches.model.parameters()):
+        batches.arrive(begun, part, gradient)
+
+
+def _all_zero(parameters: Iterable[Tensor]) -> bool:
+    return not any(p.grad is not None and bool(p.grad.any()) for p in sorted(parameters, key=Tensor.numel))
+
+
+def _length(batch: Batch) -> int:
+    return len(batch.given[0]) if batch.given else examples(batch.x)
+
+
+class Listener:
+    """Hooks on a model and on its loss. Calls in eval mode or without gradients are validation.
+
+    owner:     what the calls are reported to; None for the copy in a copied or unpickled model, which has none yet
+    wanted:    whether the arguments of calls inside torch.compile are kept
+    compiled:  these, as a linked list, since torch.compile would compile again for each length of a Python list
+    """
+
+    def __init__(self, owner: Batches | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self.wanted = True
+        self.compiled: Any = None
+        self._thread = threading.local()
+
+    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
+        return Listener, ()
+
+    @property
+    def owner(self) -> Batches | None:
+        return None if self._owner is None else self._owner()
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        training = module.training and torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            if self.wanted and training and self._owner is not None:
+                self.compiled = ((args, kwargs), self.compiled)
+            return
+        running = self._running
+        owner = self.owner
+        # A model that calls itself is called once.
+        starts = owner is not None and training and not running and not is_own_pass() and not _is_transformed()
+        running.append(owner.begin(args, kwargs) if starts and owner is not None else None)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        if torch.compiler.is_compiling() or not self._running:
+            return
+        begun = self._running.pop()
+        owner = self.owner
+        if begun is not None and owner is not None:
+            owner.finish(begun, returned)
+
+    def after_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        owner = None if torch.compiler.is_compiling() or is_own_pass() else self.owner
+        y = kwargs.get("target", args[-1] if args else None)
+        if owner is not None and isinstance(y, Tensor) and isinstance(value, Tensor) and value.requires_grad:
+            owner.after_loss(value, y)
+
+    @property
+    def _running(self) -> list[Pass | None]:
+        """The calls of the model that are running in this thread."""
+        running: list[Pass | None] = self._thread.__dict__.setdefault("running", [])
+        return running
+
+    def attach(self, owner: Batches) -> None:
+        """Listen to the model and its loss as long as the owner lives; remove hooks that were copied with them."""
+        loss = owner.loss.given
+        _remove_copies(owner.model)
+        handles = [
+            owner.model.register_forward_pre_hook(self.before, with_kwargs=True),
+            owner.model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+        ]
+        if isinstance(loss, nn.Module):
+            _remove_copies(loss)
+            handles.append(loss.register_forward_hook(self.after_loss, with_kwargs=True))
+        for handle in handles:
+            weakref.finalize(owner, handle.remove)
+
+
+def _is_transformed() -> bool:
+    """Whether calls are traced, or are inside of a transform of torch.func."""
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _remove_copies(module: nn.Module) -> None:
+    for hooks, others in (
+        (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+        (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+    ):
+        for key, hook in list(hooks.items()):
+            listener = getattr(hook, "__self__", None)
+            if isinstance(listener, Listener) and listener.owner is None:
+                for flags in (hooks, *others):
+                    flags.pop(key, None)  # type: ignore[attr-defined]
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor of a batch has been written to."""
+    return [t._version for t in tree_leaves(batch) if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def reaches(parameters: Iterable[Tensor]) -> bool:
+    """Whether the backward pass that is running computes gradients of any of these parameters.
+
+    A pass that asks for other gradients only, such as ∂f/∂x for a gradient penalty, is not training.
+
+    >>> found = []
+    >>> w, x = (torch.tensor([3.0], requires_grad=True) for _ in range(2))
+    >>> f = w * x
+    >>> handle = f.register_hook(lambda g: found.append(reaches([w])))
+    >>> _ = torch.autograd.grad(f.sum(), x, create_graph=True)
+    >>> f.sum().backward()
+    >>> found
+    [False, True]
+    """
+    try:
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in parameters if p.requires_grad)
+    except RuntimeError:  # autograd.grad() was asked for the gradient of a parameter
+        return True
