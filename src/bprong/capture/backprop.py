@@ -5,7 +5,7 @@ Also which rows of a call belong to targets that count, and whether the recorded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -74,42 +74,44 @@ def errors_of(output: Output, calls: Sequence[Call], roots: Iterable[Tensor]) ->
 # Which rows count -----------------------------------------------------------------------------------------------------
 
 
-def rows_that_count(output: Output, calls: Sequence[Call], counted: Tensor) -> dict[Call, Tensor]:
+def rows_that_count(
+    output: Output, calls: Sequence[Call], counted: Tensor, reached: Mapping[Call, Tensor]
+) -> dict[Call, Tensor]:
     """Masks (rows,) of the rows of each call that belong to targets that count; padding, for example, does not.
 
     A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it belongs
     to the target at the same place, if rows are laid out as targets are, and otherwise to those of its example.
+
+    reached: the rows that errors of targets that count came back to, for those calls whose errors were measured
     """
-    root = torch.randn_like(output.values)
-    own = _reached(output, calls, of_targets(root, counted))
-    others = _reached(output, calls, of_targets(root, ~counted))
+    root = of_targets(torch.randn_like(output.values), counted)
+    others = [call for call in calls if call not in reached]
+    found = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in others}  # False everywhere
+    found |= {call: nonzero_rows(call, delta) for call, delta in errors_of(output, others, [root])}
     targets = output.values.shape[:-1]
     counted = counted.view(targets) if counted.numel() == targets.numel() else counted
-    return {call: own[call] | (_placed(call, counted, own[call], others[call]) & ~others[call]) for call in calls}
+    return {call: own | _placed(call, counted, own) for call, own in (found | dict(reached)).items()}
 
 
-def _reached(output: Output, calls: Sequence[Call], root: Tensor) -> dict[Call, Tensor]:
-    """Masks (rows,) of the rows that errors come back to; errors that cancel up to rounding do not count."""
-    found = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in calls}  # False everywhere
-    for call, delta in errors_of(output, calls, [root]):
-        rows = call.errors(delta).detach().flatten(1)
-        size = rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1)
-        found[call] = torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
-    return found
+def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
+    """Mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
+    rows = call.errors(delta).detach().flatten(1)
+    size = rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1)
+    return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
 
 
-def _placed(call: Call, targets: Tensor, own: Tensor, others: Tensor) -> Tensor:
-    """Mask (rows,) of the rows at the place of a target that counts; own, others: what errors have decided."""
+def _placed(call: Call, targets: Tensor, own: Tensor) -> Tensor:
+    """Mask (rows,) of the rows at the place of a target that counts; own: those that errors came back to."""
     examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
     leading = call.shape[: -1 if call.geometry is None else -1 - len(call.geometry.kernel)]
     each = len(own) // len(examples)
-    layouts = [targets.new_ones(len(own))]
+    layouts = [own]
     if len(own) == targets.numel():
         layouts = [targets.flatten(), targets.T.flatten() if targets.ndim == 2 else targets.flatten()]
     elif len(own) == each * len(examples) and len(examples) in leading[:2]:
         layouts = [examples.repeat_interleave(each), examples.repeat(each)]
-    # Batch-first or time-first? Take the layout that agrees with most of the rows that errors have decided.
-    return max(layouts, key=lambda place: int((place & own).sum() - (place & others & ~own).sum()))
+    # Batch-first or time-first? Take the layout that agrees with most of the rows that errors came back to.
+    return max(layouts, key=lambda place: int((place & own).sum()))
 
 
 # Is every use recorded? -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import Fisher, errors_of, of_targets, roots_of, rows_that_count, unexplained
+from bprong.capture.backprop import Fisher, errors_of, nonzero_rows, of_targets, roots_of, rows_that_count, unexplained
 from bprong.capture.calls import Call, Calls, merge_moments
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import recorded_run
@@ -128,7 +128,7 @@ def measure(
         likelihood.check(values)
         counted = likelihood.counted(values, counted)
     counted = None if counted is None else counted.flatten()
-    counted_rows = {} if counted is None else rows_that_count(output, calls, counted)
+    reached: dict[Call, Tensor] = {}
     if errors and likelihood is not None:
         roots = roots_of(values, y, likelihood, fisher)
         targets = likelihood.targets(values)
@@ -137,15 +137,13 @@ def measure(
             targets = int(counted.sum())
         for name, m in measured.items():
             m.targets = targets if _is_chosen(name, errors) else 0
-        used: dict[torch.Size, Tensor] = {}  # positions of sequences that errors come back to, in any layer
         for call, delta in errors_of(output, [call for call in calls if _is_chosen(call.weight.name, errors)], roots):
             measured[call.weight.name].add_errors(call, delta, rows)
-            if call.is_sequence:
-                used[call.shape[:-1]] = used.get(call.shape[:-1], False) | call.errors(delta).flatten(1).any(dim=1)
-        if counted is None:  # padding is where no error comes back to, in no layer
-            counted_rows = {
-                call: used[call.shape[:-1]] for call in calls if call.is_sequence and call.shape[:-1] in used
-            }
+            reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
+    if counted is None:
+        counted_rows = _without_padding(calls, reached)
+    else:
+        counted_rows = rows_that_count(output, calls, counted, reached)
     for call in calls:
         m = measured[call.weight.name]
         m.probe = call.z
@@ -156,6 +154,18 @@ def measure(
     for name in unexplained(output, calls) if verify else ():
         measured[name].unexplained = True
     return measured
+
+
+def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> dict[Call, Tensor]:
+    """Masks (rows,) of the positions of sequences that errors come back to in some layer; padding is where they do not.
+
+    Only calls of one shape are compared; where no errors were measured, there is no mask.
+    """
+    used: dict[torch.Size, Tensor] = {}
+    for call, own in reached.items():
+        if call.is_sequence:
+            used[call.shape[:-1]] = own | used.get(call.shape[:-1], False)
+    return {call: used[call.shape[:-1]] for call in calls if call.is_sequence and call.shape[:-1] in used}
 
 
 def _is_chosen(name: str, chosen: Chosen) -> bool:
