@@ -250,7 +250,6 @@ def test_a_model_that_another_thread_only_calls_is_not_disturbed_and_does_not_co
     assert functions == (F.linear, F.cross_entropy)
 
 
-@pytest.mark.xfail(reason="targets are drawn from torch's global generator, which is set back afterwards", strict=True)
 @pytest.mark.usefixtures("_frequent_switches")
 def test_random_numbers_of_one_thread_are_not_reset_by_a_step_in_another() -> None:
     """Targets are drawn from a generator of their own; the global one is never set back to an earlier state."""

@@ -16,6 +16,7 @@ from bprong.capture.calls import Call
 from bprong.capture.output import Output
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import Likelihood
+from bprong.likelihood.random_numbers import generator
 from bprong.linalg.moments import float64_copy, to_float64
 
 Fisher = Literal["sampled", "exact", "empirical"]
@@ -52,8 +53,12 @@ def _signs(root: Tensor) -> Tensor:
     flattened into rows), errors of different rows are multiplied with each other; under the model such products are
     zero on average, and random signs make them so.
     """
-    bits = torch.randint(0, 2, root.shape[:1], device=root.device)
+    bits = torch.randint(0, 2, root.shape[:1], device=root.device, generator=generator())
     return (2 * bits - 1).to(root.dtype).view(-1, *(1 for _ in root.shape[1:]))
+
+
+def _normal(like: Tensor) -> Tensor:
+    return torch.empty_like(like).normal_(generator=generator())
 
 
 def of_targets(root: Tensor, counted: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ def rows_that_count(
 
     reached: the rows that errors of targets that count came back to, for those calls whose errors were measured
     """
-    root = of_targets(torch.randn_like(output.values), counted)
+    root = of_targets(_normal(output.values), counted)
     others = [call for call in calls if call not in reached]
     found = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in others}  # False everywhere
     found |= {call: nonzero_rows(call, delta) for call, delta in errors_of(output, others, [root])}
@@ -130,7 +135,7 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
         return set()
     weights = list({call.weight: None for call in edges})
     wanted = [*(get_gradient_edge(weight.weight) for weight in weights), *edges.values()]
-    found = output.gradients(torch.randn_like(output.values), wanted)
+    found = output.gradients(_normal(output.values), wanted)
     deltas = [(call, delta) for call, delta in zip(edges, found[len(weights) :], strict=True) if delta is not None]
     return {
         weight.name

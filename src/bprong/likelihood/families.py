@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bprong.likelihood.random_numbers import generator
 from bprong.linalg.moments import to_float64
 
 CERTAIN = 1e-6  # probability of all other outcomes at which a target counts as predicted with certainty
@@ -197,7 +198,7 @@ class Categorical(Likelihood):
 
     def sample(self, output: Tensor) -> Tensor:
         p = output.detach().float().softmax(dim=-1)
-        return torch.multinomial(p.flatten(end_dim=-2), 1).view(output.shape[:-1])
+        return torch.multinomial(p.flatten(end_dim=-2), 1, generator=generator()).view(output.shape[:-1])
 
     def roots(self, output: Tensor) -> Iterator[Tensor]:
         """g_k = √p_k (p − e_k): class k weighted by its probability; Σ_k g_k g_kᵀ = diag(p) − ppᵀ."""
@@ -311,7 +312,7 @@ class Bernoulli(_Elementwise):
         return self._rows(values).sum(dim=-1).flatten()
 
     def sample(self, output: Tensor) -> Tensor:
-        return torch.bernoulli(output.detach().float().sigmoid())
+        return torch.bernoulli(output.detach().float().sigmoid(), generator=generator())
 
     def curvature(self, output: Tensor) -> Tensor:
         p = output.sigmoid()
@@ -343,7 +344,7 @@ class Gaussian(_Elementwise):
         return self._rows((output - y) ** 2 / 2).sum(dim=-1).flatten()
 
     def sample(self, output: Tensor) -> Tensor:
-        return output.detach() + torch.randn_like(output)
+        return output.detach() + torch.empty_like(output).normal_(generator=generator())
 
     def curvature(self, output: Tensor) -> Tensor:
         return torch.ones_like(output)

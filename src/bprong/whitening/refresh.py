@@ -24,6 +24,7 @@ from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss
+from bprong.likelihood.random_numbers import drawing
 from bprong.likelihood.targets import Targets
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
@@ -191,7 +192,10 @@ class Whitening:
         output = replace(output, class_dim=batch.class_dim)
         y = self._data_targets(batch)
         autocast = without_autocast(output.values.device.type)
-        numbers = random_numbers(self._model, mixed(self.schedule.seed, index))
+        seed = mixed(self.schedule.seed, index)
+        numbers = drawing(seed, output.values.device)
+        if not type(self._likelihood).__module__.startswith("bprong."):  # a user's own draws from torch's generator
+            numbers = random_numbers(self._model, seed)
         with self._timed("statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
             return measure(centred, output, calls, y, counted=counted, **self._what_to_measure())
 
