@@ -11,9 +11,10 @@ from torch import nn
 
 import bprong
 from bprong.capture.batches import Batch, OutputGradient, Subset, copied, examples
+from bprong.capture.listener import Listener
 from bprong.capture.output import Head
 from bprong.capture.own_pass import own_pass
-from bprong.capture.passes import Batches, Listener
+from bprong.capture.passes import Batches
 from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, mlp
 from layered import stepped

@@ -15,31 +15,18 @@ from torch import Tensor, nn
 import bprong
 from bprong.errors import WhiteningWarning
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
+from paths import Rate, path, seeded
 from training import EXACT
 
 RATES = pytest.mark.parametrize("lr", [0.1, "auto"])
-Rate = float | str
 X, Y = classification(60, 5, 3)
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(1)
-    return make().double()
-
-
-def path(
+def classified(
     model: nn.Module, lr: Rate, backward: Callable[[nn.Module], None], steps: int = 3, **settings: Any
 ) -> dict[str, Tensor]:
-    """The parameters after some steps with a refresh each; they must have moved."""
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr, every=1, **({"options": EXACT} | settings))
-    before = snapshot(model)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-    after = snapshot(model)
-    assert any(not torch.equal(before[name], value) for name, value in after.items())
-    return after
+    """The path with cross-entropy."""
+    return path(model, "cross_entropy", lr, backward, steps=steps, **settings)
 
 
 # 7. Time first --------------------------------------------------------------------------------------------------------
@@ -126,7 +113,7 @@ def test_time_first_takes_the_path_of_batch_first() -> None:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WhiteningWarning)
-            return path(seeded(lambda: Previous(time)), "auto", backward, options={"fisher": "empirical"})
+            return classified(seeded(lambda: Previous(time)), "auto", backward, options={"fisher": "empirical"})
 
     expected = run(time=1)
     ours = run(time=0)
@@ -165,9 +152,9 @@ def test_statistics_are_of_the_layers_that_the_users_own_pass_has_used(seed: int
     steps = 4
     model = seeded(LayerDrop)
     torch.manual_seed(seed)
-    ours = path(model, 0.1, plain, steps)
+    ours = classified(model, 0.1, plain, steps)
     assert len(model.drawn) == steps
-    assert_unchanged(path(seeded(lambda: LayerDrop(model.drawn)), 0.1, plain, steps), ours)
+    assert_unchanged(classified(seeded(lambda: LayerDrop(model.drawn)), 0.1, plain, steps), ours)
 
 
 class NoisyRouting(nn.Module):
@@ -198,7 +185,7 @@ def test_layers_that_are_used_at_random_train(lr: Rate, seed: int, make: Callabl
     """A few examples, so that some experts have none in one pass and some in another."""
     model = seeded(make)
     torch.manual_seed(seed)
-    after = path(model, lr, lambda model: F.cross_entropy(model(X[:4]), Y[:4]).backward(), steps=6)
+    after = classified(model, lr, lambda model: F.cross_entropy(model(X[:4]), Y[:4]).backward(), steps=6)
     assert all(value.isfinite().all() for value in after.values())
 
 
@@ -302,7 +289,7 @@ def test_a_sparse_argument_is_as_a_dense_one(lr: Rate, layout: str, first: bool)
         given = (adjacency, x) if first else (x, adjacency)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WhiteningWarning)  # that a graph cannot be divided
-            return path(
+            return classified(
                 seeded(lambda: Graph(first)), lr, lambda model: F.cross_entropy(model(*given), y).backward(),
                 options={"fisher": "empirical"},
             )  # fmt: skip
@@ -337,7 +324,7 @@ def test_a_sparse_batch_is_as_a_dense_one(lr: Rate, layout: str) -> None:
     def run(x: Tensor) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WhiteningWarning)  # that forward-mode AD is unavailable
-            return path(seeded(Words), lr, lambda model: F.cross_entropy(model(x), Y).backward())
+            return classified(seeded(Words), lr, lambda model: F.cross_entropy(model(x), Y).backward())
 
     expected = run(counts)
     ours = run(sparse)
@@ -390,8 +377,8 @@ def test_an_empty_batch_beside_a_full_one_does_not_count(lr: Rate, position: str
         for n in (0, 60) if position == "first" else (60, 0):
             summed(model, n)
 
-    expected = path(seeded(lambda: mlp(5, 4, 3)), lr, lambda model: summed(model, 60))
-    assert_unchanged(expected, path(seeded(lambda: mlp(5, 4, 3)), lr, with_empty))
+    expected = classified(seeded(lambda: mlp(5, 4, 3)), lr, lambda model: summed(model, 60))
+    assert_unchanged(expected, classified(seeded(lambda: mlp(5, 4, 3)), lr, with_empty))
 
 
 class Consuming(nn.Module):
@@ -421,8 +408,8 @@ def test_a_model_may_take_things_out_of_the_containers_that_it_is_given(lr: Rate
         output = model(batch=batch, scales=scales) if way == "keyword" else model(batch, scales)
         F.cross_entropy(output, Y).backward()
 
-    expected = path(seeded(lambda: Consuming(False)), lr, backward)
-    assert_unchanged(expected, path(seeded(lambda: Consuming(True)), lr, backward))
+    expected = classified(seeded(lambda: Consuming(False)), lr, backward)
+    assert_unchanged(expected, classified(seeded(lambda: Consuming(True)), lr, backward))
 
 
 class Iterating(nn.Module):
@@ -436,6 +423,6 @@ class Iterating(nn.Module):
 
 def test_at_a_fixed_rate_a_model_may_be_given_an_iterator() -> None:
     """It is used up by the user's own pass, so that no other pass could be made."""
-    expected = path(seeded(Iterating), 0.1, lambda model: F.cross_entropy(model(X.chunk(3)), Y).backward())
-    ours = path(seeded(Iterating), 0.1, lambda model: F.cross_entropy(model(iter(X.chunk(3))), Y).backward())
+    expected = classified(seeded(Iterating), 0.1, lambda model: F.cross_entropy(model(X.chunk(3)), Y).backward())
+    ours = classified(seeded(Iterating), 0.1, lambda model: F.cross_entropy(model(iter(X.chunk(3))), Y).backward())
     assert_unchanged(expected, ours)

@@ -16,32 +16,10 @@ from torch import Tensor, nn
 import bprong
 from bprong.errors import WhiteningWarning
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
-from training import EXACT
+from paths import Rate, path, seeded
 
 RATES = pytest.mark.parametrize("lr", [0.1, "auto"])
-Rate = float | str
 X, Y = classification(60, 5, 3)
-STEPS = 3
-
-
-def path(
-    model: nn.Module, loss: Any, lr: Rate, backward: Callable[[nn.Module], None], kind: type = bprong.BPRONG, **settings
-) -> dict[str, Tensor]:
-    """The parameters after some steps; they must have moved."""
-    optimizer = kind(model, loss, lr=lr, every=1, **({"options": EXACT} | settings))
-    before = snapshot(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-    after = snapshot(model)
-    assert any(not torch.equal(before[name], value) for name, value in after.items())
-    return after
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(1)
-    return make().double()
 
 
 # 4. Changed in place before the loss ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
+from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
 from bprong.linalg.moments import Moments, block_rows, count_moments, error_moments, input_moments
@@ -381,21 +382,6 @@ def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, k
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
 
 
-# The formulas of torch's recurrent cells: a and r are the products of the two weights with input and state -----------
-
-
-def _lstm(a: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    i, f, g, o = (a + r).chunk(4, dim=-1)
-    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def _gru(a: Tensor, r: Tensor, h: Tensor) -> Tensor:
-    (a_r, r_r), (a_z, r_z), (a_n, r_n) = zip(a.chunk(3, dim=-1), r.chunk(3, dim=-1), strict=True)
-    n = (a_n + (a_r + r_r).sigmoid() * r_n).tanh()
-    return n + (a_z + r_z).sigmoid() * (h - n)
-
-
 DESCRIPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "linear": _linear,
     "embedding": _embedding,
@@ -405,9 +391,3 @@ DESCRIPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 PRODUCTS = ((torch, "addmm"), (torch, "matmul"), (Tensor, "matmul"), (Tensor, "__matmul__"))
 LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss")
-CELLS: dict[str, Callable[..., Any]] = {
-    "lstm_cell": _lstm,
-    "gru_cell": _gru,
-    "rnn_tanh_cell": lambda a, r, h: (a + r).tanh(),
-    "rnn_relu_cell": lambda a, r, h: (a + r).relu(),
-}
