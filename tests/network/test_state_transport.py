@@ -9,7 +9,7 @@ from bprong.capture.measure import record
 from bprong.likelihood.families import Categorical
 from bprong.linalg.damped_inverse import root_of
 from bprong.linalg.moments import input_moments
-from bprong.network.coordinates import carry_, transports_for
+from bprong.network.coordinates import carry_, holders_for, transports_for
 from helpers import assert_close, classification, layers_of, mlp
 
 SOLVERS = ["eigh", "cholesky", "symmetric"]
@@ -39,8 +39,8 @@ def test_with_fixed_statistics_momentum_follows_the_same_path_for_every_root(nes
             for i, layer in enumerate(layers_of(model)):
                 Z, c = seconds[i]
                 transports = transports_for(optimizer)
-                carry_(optimizer, transports, layer, layer.rewhiten_("forward", root_at(Z, t, i), c))
-                carry_(optimizer, transports, layer, layer.rewhiten_("backward", root_at(D[i], t, i + 7)))
+                carry_([(optimizer, transports)], layer, layer.rewhiten_("forward", root_at(Z, t, i), c))
+                carry_([(optimizer, transports)], layer, layer.rewhiten_("backward", root_at(D[i], t, i + 7)))
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -127,8 +127,8 @@ def test_the_first_moment_of_adam_is_transformed_exactly_as_a_gradient(kind):
     for t in range(12):
         if t % 3 == 1:
             before = optimizer.state[layer.weight_dagger]["exp_avg_sq"].clone()
-            carry_(optimizer, transports, layer, layer.rewhiten_("forward", invertible(5, t), torch.randn(5)))
-            carry_(optimizer, transports, layer, layer.rewhiten_("backward", invertible(4, t)))
+            carry_([(optimizer, transports)], layer, layer.rewhiten_("forward", invertible(5, t), torch.randn(5)))
+            carry_([(optimizer, transports)], layer, layer.rewhiten_("backward", invertible(4, t)))
             after = optimizer.state[layer.weight_dagger]["exp_avg_sq"]
             assert (after >= 0).all()
             assert not torch.equal(after, before)
@@ -159,10 +159,8 @@ def test_adam_follows_the_same_path_when_coordinates_are_permuted():
                 for layer in layers_of(model):
                     P = torch.eye(layer.in_features)[torch.randperm(layer.in_features)].double()
                     Q = -torch.eye(layer.out_features)[torch.randperm(layer.out_features)].double()
-                    carry_(
-                        optimizer, transports_for(optimizer), layer, layer.rewhiten_("forward", P @ layer.U, layer.c)
-                    )
-                    carry_(optimizer, transports_for(optimizer), layer, layer.rewhiten_("backward", Q @ layer.R))
+                    carry_(holders_for(optimizer), layer, layer.rewhiten_("forward", P @ layer.U, layer.c))
+                    carry_(holders_for(optimizer), layer, layer.rewhiten_("backward", Q @ layer.R))
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -251,7 +249,7 @@ def test_momentum_is_exact_if_the_bias_has_another_learning_rate(factor):
         c = torch.randn(5, dtype=torch.float64)
         R = invertible(3, t + 50) / 3
         for change in (layer.rewhiten_("forward", U, c), layer.rewhiten_("backward", R)):
-            carry_(optimizer, transports_for(optimizer), layer, change)
+            carry_(holders_for(optimizer), layer, change)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -277,9 +275,7 @@ def test_the_velocity_of_a_weight_enters_that_of_its_bias_by_the_ratio_of_their_
     optimizer.state[layer.weight_dagger]["momentum_buffer"] = velocity.clone()
     optimizer.state[layer.bias_dagger]["momentum_buffer"] = torch.zeros(3, dtype=torch.float64)
     c = torch.randn(4, dtype=torch.float64)
-    carry_(
-        optimizer, transports_for(optimizer), layer, layer.rewhiten_("forward", torch.eye(4, dtype=torch.float64), c)
-    )
+    carry_(holders_for(optimizer), layer, layer.rewhiten_("forward", torch.eye(4, dtype=torch.float64), c))
     assert_close(optimizer.state[layer.bias_dagger]["momentum_buffer"], expected * velocity @ c, 1e-12)
 
 
@@ -292,7 +288,7 @@ def test_each_state_of_rmsprop_is_transformed_in_its_own_way():
     state = {key: (optimizer.state[layer.weight_dagger][key].clone(), optimizer.state[layer.bias_dagger][key].clone())
              for key in ("momentum_buffer", "grad_avg", "square_avg")}  # fmt: skip
     change = layer.rewhiten_("forward", invertible(4, 1), torch.randn(4))
-    carry_(optimizer, transports_for(optimizer), layer, change)
+    carry_(holders_for(optimizer), layer, change)
     for key, transport in (("momentum_buffer", "velocity"), ("grad_avg", "gradient"), ("square_avg", "squares")):
         W, b = getattr(change, transport)(*state[key])
         assert_close(optimizer.state[layer.weight_dagger][key], W, 1e-12)
@@ -305,7 +301,7 @@ def test_state_of_the_weight_or_the_bias_alone_is_transformed(kept):
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     parameter = layer.weight_dagger if kept == "weight" else layer.bias_dagger
     optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter.data)
-    carry_(optimizer, transports_for(optimizer), layer, layer.rewhiten_("backward", invertible(3, 1)))
+    carry_(holders_for(optimizer), layer, layer.rewhiten_("backward", invertible(3, 1)))
     assert not torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.ones_like(parameter.data))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class Factor(ABC):
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         """M (Ž+ε)⁻¹; with `overwrite` the result may take M's memory."""
 
+    @property
+    @abstractmethod
+    def root(self) -> Factor:
+        """Its symmetric square root, (Ž+ε)^(-1/2), which is computed when it is first asked for."""
+
     @abstractmethod
     def to(self, dtype: torch.dtype) -> Factor:
         """The factor in another precision."""
@@ -91,6 +97,13 @@ class Dense(Factor):
             return (parts * inverse.unsqueeze(1)).reshape(M.shape)
         return joined(torch.einsum("goibt,gibc->goict", parts, inverse), blocks).reshape(M.shape)
 
+    @cached_property
+    def root(self) -> Dense:
+        if self.blocks.size == 1:
+            return Dense(self.inverse.sqrt(), self.blocks)
+        values, vectors = eigenpairs(self.inverse)
+        return Dense((vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT, self.blocks)
+
     def to(self, dtype: torch.dtype) -> Dense:
         return Dense(self.inverse.to(dtype), self.blocks)
 
@@ -124,6 +137,13 @@ class LowRank(Factor):
 
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         return torch.addmm(M, M @ self.B, self.B.T, beta=1 / self.s, alpha=-1, out=M if overwrite else None)
+
+    @cached_property
+    def root(self) -> LowRank:
+        # The columns of B are orthogonal: I/s − BBᵀ has the eigenvalues 1/s − |b|² along them, and 1/s elsewhere.
+        squares = self.B.square().sum(dim=0)
+        shares = (1 - (1 - self.s * squares).clamp(min=0).sqrt()) / (self.s**0.5 * squares.clamp(min=1e-30))
+        return LowRank(self.B * shares.sqrt(), self.s**0.5, self.error)
 
     def to(self, dtype: torch.dtype) -> LowRank:
         return LowRank(self.B.to(dtype), self.s, self.error)

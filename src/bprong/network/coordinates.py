@@ -19,7 +19,7 @@ on channels, all positions of the kernel share U and c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -139,6 +139,7 @@ def check_outputs(layer: nn.Module, new: Mapping[str, Tensor], probe: Tensor) ->
 
 Transport = Literal["velocity", "gradient", "squares"]  # the methods of a change of coordinates
 Transports = Mapping[str, Transport]  # by the key in the optimizer's state
+Holder = tuple[Optimizer, Transports]  # an optimizer that holds parameters, and how its state moves
 
 _ADAM: Transports = {"exp_avg": "gradient", "exp_avg_sq": "squares", "max_exp_avg_sq": "squares"}
 _KNOWN: dict[type[Optimizer], Transports] = {
@@ -152,6 +153,20 @@ _KNOWN: dict[type[Optimizer], Transports] = {
     RMSprop: {"momentum_buffer": "velocity", "grad_avg": "gradient", "square_avg": "squares"},
     Adagrad: {"sum": "squares"},
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    # Muon averages gradients, and orthogonalises the average at each step: it is a gradient.
+    _KNOWN[torch.optim.Muon] = {"momentum_buffer": "gradient"}
+
+
+def holders_for(
+    optimizers: Optimizer | Sequence[Optimizer], carry: Transports | Sequence[Transports | None] | None = None
+) -> list[Holder]:
+    """One optimizer or several, each with how its state moves; `carry` says it for those that are not known."""
+    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    given = [carry] * len(several) if carry is None or isinstance(carry, Mapping) else list(carry)
+    if len(given) != len(several):
+        raise ValueError(f"carry has {len(given)} entries for {len(several)} optimizers; give None for known ones")
+    return [(optimizer, transports_for(optimizer, own)) for optimizer, own in zip(several, given, strict=True)]
 
 
 def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Transports:
@@ -169,15 +184,16 @@ def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Tra
     return transports
 
 
-def check_state(optimizer: Optimizer, transports: Transports, layers: Mapping[str, nn.Module]) -> None:
+def check_state(holders: Sequence[Holder], layers: Mapping[str, nn.Module]) -> None:
     """Raises ValueError unless there is a transport for exactly those tensors that are shaped like their parameter."""
     kept = (
-        (name, parameter, key, value)
+        (name, parameter, optimizer, transports, key, value)
         for name, layer in layers.items()
         for parameter in layer.parameters()
+        for optimizer, transports in holders
         for key, value in optimizer.state.get(parameter, {}).items()
     )
-    for name, parameter, key, value in kept:
+    for name, parameter, optimizer, transports, key, value in kept:
         shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
         if shaped != (key in transports) and value is not None:
             raise ValueError(
@@ -188,16 +204,12 @@ def check_state(optimizer: Optimizer, transports: Transports, layers: Mapping[st
 
 
 @torch.no_grad()
-def carry_(optimizer: Optimizer, transports: Transports, layer: nn.Module, change: Change) -> None:
-    """Moves the optimizer's state for one layer, and its gradients if there are any, in place."""
+def carry_(holders: Sequence[Holder], layer: nn.Module, change: Change) -> None:
+    """Moves the optimizers' state for one layer, and its gradients if there are any, in place."""
     parameters = [p for name, p in layer.named_parameters() if name in ("weight_dagger", "bias_dagger")]
-    states = [{**optimizer.state.get(p, {}), ".grad": p.grad} for p in parameters]
     # W enters the new b by s alone
-    velocity = change if change.s is None else replace(change, s=change.s * _rate_ratio(optimizer, *parameters))
-    for key, transport in {**transports, ".grad": "gradient"}.items():
-        held = [state.get(key) for state in states]
-        if all(tensor is None for tensor in held):
-            continue
+    velocity = change if change.s is None else replace(change, s=change.s * _rate_ratio(holders, *parameters))
+    for transport, held in _paired([_kept(holders, p) for p in parameters]):
         old = [torch.zeros_like(p) if tensor is None else tensor for p, tensor in zip(parameters, held, strict=True)]
         moved = getattr(velocity if transport == "velocity" else change, transport)(*map(float64_copy, old))
         for tensor, new in zip(held, moved, strict=False):
@@ -205,12 +217,42 @@ def carry_(optimizer: Optimizer, transports: Transports, layer: nn.Module, chang
                 tensor.copy_(new)
 
 
-def _rate_ratio(optimizer: Optimizer, W: Tensor, b: Tensor | None = None) -> float:
+Kept = dict[str, tuple[Transport, Tensor]]  # what is kept of a parameter: how it moves, by its key
+
+
+def _kept(holders: Sequence[Holder], parameter: Tensor) -> Kept:
+    found: Kept = {}
+    if parameter.grad is not None:
+        found[".grad"] = ("gradient", parameter.grad)
+    for optimizer, transports in holders:
+        state = optimizer.state.get(parameter, {})
+        found |= {key: (how, state[key]) for key, how in transports.items() if state.get(key) is not None}
+    return found
+
+
+def _paired(kept: Sequence[Kept]) -> Iterator[tuple[Transport, list[Tensor | None]]]:
+    """What is kept of a weight beside what is kept of its bias, if there is one, under the same key.
+
+    If different optimizers hold them, their keys differ: then what moves alike belongs together, as Muon's average of
+    gradients of the weight and Adam's of the bias.
+    """
+    own = kept[0]
+    others = dict(kept[1]) if len(kept) > 1 else {}
+    for key, (transport, tensor) in own.items():
+        like = [name for name, (how, _) in others.items() if how == transport and name not in own]
+        name = key if key in others else next(iter(like), key)
+        yield transport, [tensor, others.pop(name, (None, None))[1]][: len(kept)]
+    for transport, tensor in others.values():
+        yield transport, [None, tensor]
+
+
+def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None = None) -> float:
     """The factor for a weight's buffer where it enters its bias's: each is a velocity up to its own learning rate.
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    rates = {id(parameter): float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = [group for optimizer, _ in holders for group in optimizer.param_groups]
+    rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
     weight = rates.get(id(W), 1.0)
     bias = rates.get(id(b), 1.0)
     return weight / bias if bias else float(weight == bias)

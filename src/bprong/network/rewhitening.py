@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -23,7 +23,7 @@ from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
 from bprong.linalg.moments import Moments
 from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
-from bprong.network.coordinates import Transports, carry_, check_state, transports_for
+from bprong.network.coordinates import Transports, carry_, check_state, holders_for
 from bprong.network.layers import WhitenedLayer
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.refresh import refresh, update
@@ -51,7 +51,8 @@ class Rewhitening:
     changes coordinates, never the function.
 
     model, optimizer   the whitened model and a torch optimizer of its parameters (SGD with or without momentum, Adam,
-                       AdamW, NAdam, RAdam, RMSprop, Adagrad; for others see `carry`)
+                       AdamW, NAdam, RAdam, RMSprop, Adagrad, Muon; for others see `carry`), or a list of several, such
+                       as Muon for each W† and Adam for each b†
     loss               the loss that you minimise, as for `bprong.BPRONG`; one target is one row of the output's last
                        dimension. Not needed if all layers are forward-only
     fisher             the targets behind D: "sampled" from the model (default), "exact" (no sampling, but one backward
@@ -71,7 +72,8 @@ class Rewhitening:
                        factorisations (relative steps use the batch)
     average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
     record_every       with `average`: also measure, without a refresh, every so many steps
-    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
+    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}; for several
+                       optimizers a list of these, with None for those that are known
     seed               of the targets that are drawn; by default torch's initial seed
 
     A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
@@ -79,19 +81,19 @@ class Rewhitening:
 
     @takes_loss
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loss: Declaration | None = None, *,
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], loss: Declaration | None = None, *,
         fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1, backward_damping: float | Damping | None = None,
         solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0, record_every: int | None = None,
-        carry: Transports | None = None, seed: int | None = None,
+        carry: Transports | Sequence[Transports | None] | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         refuse_distributed(model)
         self.model = model
         self.optimizer = optimizer
         self._modules = whitened_layers(model)
-        _check_parameters(self._modules, optimizer)
+        _check_parameters(self._modules, [optimizer] if isinstance(optimizer, Optimizer) else optimizer)
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
                             "backward_damping": backward_damping}  # fmt: skip
         given = [name for name, value in backward_options.items() if value is not None]
@@ -104,8 +106,8 @@ class Rewhitening:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
-        self._transports = transports_for(optimizer, carry)
-        self._carry = partial(carry_, optimizer, self._transports)
+        self._holders = holders_for(optimizer, carry)
+        self._carry = partial(carry_, self._holders)
         self._damping = {
             "forward": Damping.of(forward_damping),
             "backward": Damping.of(0.03 if backward_damping is None else backward_damping),
@@ -132,7 +134,7 @@ class Rewhitening:
         """
         refreshed: list[Refresh] = []
         if self._schedule.wanted:
-            check_state(self.optimizer, self._transports, self._modules)
+            check_state(self._holders, self._modules)
             trained = [layer for layer in self._layers.values() if any(p.requires_grad for p in layer.parameters)]
             names = self._schedule.due
             due = {side: layer for layer in trained for side in layer.sides if side.name in names}
@@ -262,11 +264,11 @@ def _mu_of(refresh: RefreshMode, rate: float | None, average: float, layers: Lay
     return number("rate", 0.05 if rate is None else rate, 1e-6, 1)
 
 
-def _check_parameters(layers: Mapping[str, WhitenedLayer], optimizer: Optimizer) -> None:
-    """Raises ValueError unless there are whitened layers and the optimizer holds their trained parameters."""
+def _check_parameters(layers: Mapping[str, WhitenedLayer], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError unless there are whitened layers and the optimizers hold their trained parameters."""
     if not layers:
         raise ValueError("the model has no whitened layer; call bprong.whiten_(model) first")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if missing := [
         name
         for name, layer in layers.items()

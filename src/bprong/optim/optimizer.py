@@ -37,12 +37,19 @@ from bprong.optim.gradient_scale import GradientScale
 from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Gradients, Group, StepRule
+from bprong.optim.spectral import Spectral, SpectralDirection
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 from bprong.whitening.schedule import Schedule
-from bprong.whitening.side import Side, SideName, Solver
+from bprong.whitening.side import SIDES, Side, SideName, Solver
 
+StepKind = Literal["natural", "spectral"]
 MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
+SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = {
+    "forward": Damping(0.1, "mean"),
+    "backward": Damping(0.1, "mean"),
+}
+SPECTRAL_MOMENTUM = 0.95
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 
 
@@ -64,7 +71,10 @@ class BPRONG(Optimizer):
                       group's lr, which is 1, multiplies it. A number: the paper's step at this learning rate, with the
                       gradient of your loss as it is, as for SGD
     params            parameters or parameter groups; by default all trainable parameters of the model
-    momentum          as for SGD; a velocity in ordinary coordinates
+    step              "natural": the paper's step. "spectral": Muon's step in whitened coordinates; lr and weight_decay
+                      are then as for AdamW, since each weight's step has a root mean square of 0.2 lr
+    momentum          as for SGD; a velocity in ordinary coordinates. Spectral steps average gradients instead, as Muon
+                      does. None: 0, and 0.95 for spectral steps
     weight_decay      decoupled, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
@@ -101,7 +111,7 @@ class BPRONG(Optimizer):
     """
 
     _whitens_backward = True
-    _default_damping: Mapping[SideName, float] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
+    _default_damping: Mapping[SideName, float | Damping] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
 
     @takes_loss
     def __init__(
@@ -110,8 +120,9 @@ class BPRONG(Optimizer):
         loss: Declaration | None = None,
         lr: float | Literal["auto"] = "auto",
         *,
+        step: StepKind = "natural",
         params: Iterable[Tensor] | Iterable[Group] | None = None,
-        momentum: float = 0.0,
+        momentum: float | None = None,
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         backward_damping: float | Damping | None = None,
@@ -127,28 +138,40 @@ class BPRONG(Optimizer):
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
         one_of("solver", solver, get_args(Solver))
+        spectral = one_of("step", step, get_args(StepKind)) == "spectral"
         self._options = Options.of(options)
         if loss is None and (self._whitens_backward or lr == "auto"):
             raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
         self._loss = DeclaredLoss(declared_loss(loss))
         given = (forward_damping, backward_damping)
-        defaults_and_given = zip(self._default_damping.items(), given, strict=True)
-        damping = {name: Damping.of(default if own is None else own) for (name, default), own in defaults_and_given}
+        usual = SPECTRAL_DAMPING if spectral else self._default_damping
+        damping = {
+            name: Damping.of(default if own is None else own)
+            for (name, default), own in zip(usual.items(), given, strict=True)
+        }
         if solver == "low-rank" and any(own.relative_to == "variance" for own in damping.values()):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
+        usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
         defaults = {
-            "lr": 1.0 if lr == "auto" else number("lr", lr, 0), "momentum": number("momentum", momentum, 0, 1),
-            "nesterov": self._options.nesterov, "weight_decay": number("weight_decay", weight_decay, 0),
-        }  # fmt: skip
+            "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
+            "momentum": number("momentum", usual_momentum if momentum is None else momentum, 0, 1),
+            "nesterov": spectral if self._options.nesterov is None else self._options.nesterov,
+            "weight_decay": number("weight_decay", weight_decay, 0),
+        }
         max_step = None if max_step is None else positive("max_step", max_step)
         automatic = lr == "auto"
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._head = Head(output, self._loss.loss.functions)
-        self._rule: StepRule = FixedRate(damping, max_step, self._options.fallback)
+        direction = SpectralDirection(self._options.fallback(1.0), self._options.power) if spectral else None
         if automatic:
-            chosen = given != (None, None)
-            likelihood = self._loss.loss.likelihood
-            self._rule = Automatic(self._model, likelihood, self._options, damping, chosen, max_step, self._head)
+            self._rule: StepRule = Automatic(
+                self._model, self._loss.loss.likelihood, self._options, damping, spectral or given != (None, None),
+                max_step, self._head, direction,
+            )  # fmt: skip
+        elif direction is not None:
+            self._rule = Spectral(damping, direction)
+        else:
+            self._rule = FixedRate(damping, max_step, self._options.fallback(0.1))
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every, overhead)
         self._batches = Batches(
             model,
@@ -364,9 +387,9 @@ class BPRONG(Optimizer):
         group = self.defaults | dict(param_group)
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             number(key, group[key], 0, below)
+        self._rule.check_group(group)
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov needs a momentum above 0")
-        self._rule.check_group(group)
         super().add_param_group(param_group)
         self._whitening.given = set(self._parameters)
         if "_gradient_scale" in vars(self):  # not while the optimizer is made
@@ -437,7 +460,7 @@ class PRONG(BPRONG):
     """
 
     _whitens_backward = False
-    _default_damping: Mapping[SideName, float] = {"forward": 0.01, "backward": 0.015}
+    _default_damping: Mapping[SideName, float | Damping] = {"forward": 0.01, "backward": 0.015}
 
     @takes_loss
     def __init__(
@@ -446,8 +469,9 @@ class PRONG(BPRONG):
         loss: Declaration | None = None,
         lr: float | Literal["auto"] = 0.01,
         *,
+        step: StepKind = "natural",
         params: Iterable[Tensor] | Iterable[Group] | None = None,
-        momentum: float = 0.0,
+        momentum: float | None = None,
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         every: int | None = None,
@@ -459,7 +483,7 @@ class PRONG(BPRONG):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            model, loss, lr, params=params, momentum=momentum, weight_decay=weight_decay,
+            model, loss, lr, step=step, params=params, momentum=momentum, weight_decay=weight_decay,
             forward_damping=forward_damping, every=every, overhead=overhead, max_step=max_step, solver=solver,
             max_dim=max_dim, output=output, options=options,
         )  # fmt: skip

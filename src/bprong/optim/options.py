@@ -9,6 +9,7 @@ from typing import Any, get_args
 from bprong.capture.backprop import Fisher
 from bprong.checks import integer, number, one_of
 from bprong.optim.fallback import Fallback
+from bprong.optim.spectral import Power
 from bprong.whitening.schedule import Mode, Settings
 
 OVERHEAD = 0.1  # of run time, where no period is given
@@ -29,8 +30,11 @@ class Options:
     record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     seed              of sampled targets; by default torch's initial seed
     channels          whiten the inputs of convolutions over their channels alone, whatever their size
-    nesterov          Nesterov's form of momentum, as for SGD
-    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1
+    nesterov          Nesterov's form of momentum, as for SGD; by default for spectral steps only
+    power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
+                      (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
+    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1, and 1 for
+                      spectral steps
     fallback_betas    Adam's β₁ and β₂ for these parameters
     """
 
@@ -44,7 +48,8 @@ class Options:
     record_every: int | None = None
     seed: int | None = None
     channels: bool = False
-    nesterov: bool = False
+    nesterov: bool | None = None
+    power: Power = "half"
     fallback_rate: float | None = None
     fallback_betas: tuple[float, float] = (0.9, 0.999)
 
@@ -52,9 +57,10 @@ class Options:
         if self.seed is not None:
             integer("options['seed']", self.seed, 0)
         one_of("options['refresh']", self.refresh, (None, *get_args(Mode)))
-        for name in ("channels", "nesterov"):
-            one_of(f"options[{name!r}]", getattr(self, name), (False, True))
-        number("options['fallback_rate']", self.fallback.rate, 0)
+        one_of("options['channels']", self.channels, (False, True))
+        one_of("options['nesterov']", self.nesterov, (None, False, True))
+        one_of("options['power']", self.power, get_args(Power))
+        number("options['fallback_rate']", self.fallback_rate or 0.0, 0)
         if not isinstance(self.fallback_betas, (tuple, list)) or len(self.fallback_betas) != 2:
             raise ValueError(f"options['fallback_betas'] must be two numbers, not {self.fallback_betas!r}")
         for beta in self.fallback_betas:
@@ -76,9 +82,9 @@ class Options:
             )
         return cls(**options or {})
 
-    @property
-    def fallback(self) -> Fallback:
-        return Fallback(0.1 if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
+    def fallback(self, usual: float = 1.0) -> Fallback:
+        """The rule of parameters that are not whitened; usual: its rate, unless one was given."""
+        return Fallback(usual if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
 
     def settings(
         self, every: int | None, overhead: float | None, backward: bool, early_steps: tuple[int, ...]

@@ -21,6 +21,7 @@ from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, States, StepRule
+from bprong.optim.spectral import SpectralDirection, check_momentum
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import mixed
 from bprong.whitening.side import Side, SideName
@@ -49,6 +50,7 @@ class Automatic(StepRule):
         damping_given: bool = False,
         max_step: float | None = None,
         head: Head | None = None,
+        spectral: SpectralDirection | None = None,
     ) -> None:
         if options.fallback_rate is not None:
             raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
@@ -63,12 +65,17 @@ class Automatic(StepRule):
         self._model = model
         self._likelihood = likelihood
         self._head = head
-        self._fallback = options.fallback
+        self._fallback = options.fallback()
+        self._spectral = spectral
+        if spectral is not None:
+            self.early_steps = ()
         self._warned: set[str] = set()
         self._is_divisible = False  # not known yet
 
     def check_group(self, group: Group) -> None:
-        if group["momentum"]:
+        if self._spectral is not None:
+            check_momentum(group)
+        elif group["momentum"]:
             raise ValueError(
                 f'lr="auto" chooses how much of the last update to keep; leave out momentum={group["momentum"]}'
             )
@@ -93,7 +100,7 @@ class Automatic(StepRule):
                 "gradients were multiplied by more than one factor between the backward pass and the step, as "
                 "clip_grad_value_ does; they are used as they are"
             )
-        if any(group["momentum"] for group in groups.values()):
+        if self._spectral is None and any(group["momentum"] for group in groups.values()):
             self._warn(
                 "something, such as OneCycleLR or CyclicLR, has written a momentum into the parameter groups. It is "
                 "not used here, and lr multiplies the automatic step: 1 is the step itself. Give such a scheduler "
@@ -106,7 +113,7 @@ class Automatic(StepRule):
             rule.update_trust(dot(values, self.pending))
         lr = max(float(group["lr"]) for group in groups.values())
         relative = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in groups.items()}
-        directions = self._directions(values, gradients.states, layers, relative)
+        directions = self._directions(replace(gradients, values=values), layers, relative)
         slopes = {name: dot(values, d) for name, d in directions.items() if evaluates or name == "whitened"}
         found = self._evaluate(list(directions.values()), gradients) if evaluates else None
         metric = None if found is None else metrics(directions, groups)
@@ -163,9 +170,16 @@ class Automatic(StepRule):
     # Directions and their quadratic model -----------------------------------------------------------------------------
 
     def _directions(
-        self, values: Direction, states: States, layers: Layers, relative: Mapping[Tensor, float]
+        self, gradients: Gradients, layers: Layers, relative: Mapping[Tensor, float]
     ) -> dict[str, Direction]:
-        """Δ, Adam's direction and Δ₀; relative: each parameter's lr divided by the largest lr of all groups."""
+        """Δ, Adam's direction and Δ₀; relative: each parameter's lr divided by the largest lr of all groups.
+
+        A spectral direction has Adam's in it, and an average of gradients instead of Δ₀.
+        """
+        if self._spectral is not None:
+            return {"whitened": self._spectral.steps(gradients, layers, relative)}
+        values = gradients.values
+        states = gradients.states
         whitened: dict[Tensor, Tensor] = {}
         for layer, steps in layers.directions(values).items():
             rates = [1.0 if p is None else relative.get(p, 1.0) for p in (layer.weight, layer.bias)]

@@ -1,0 +1,129 @@
+"""The spectral step: Muon in whitened coordinates, written in ordinary ones.
+
+    ΔW = −η s Rᵀ msgn(R M Uᵀ) U,   M = M_W − M_b cᵀ        msgn(X) = (XXᵀ)^(-1/2) X
+
+M_W and M_b are averages of the gradients with Nesterov's correction, as in Muon (Jordan et al., 2024), and s gives each
+weight a step of the same root mean square. msgn commutes with rotations, so every root R, U of the inverses gives the
+same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Factor
+from bprong.linalg.orthogonal import Whitened, whitened_msgn
+from bprong.optim.fallback import Fallback
+from bprong.optim.rules import Gradients, Group, StepRule
+from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.side import Side, SideName
+
+Power = Literal["half", "whole"]
+AVERAGE = "gradient_average"  # its key in a parameter's state
+RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
+
+
+@dataclass(frozen=True)
+class SpectralDirection:
+    """What a spectral step adds to each parameter.
+
+    fallback: the rule of biases and of all parameters that are not whitened
+    power:    "whole": UᵀU = (Ž+ε)⁻¹ and RᵀR = (D+ε)⁻¹; "half": (Ž+ε)^(-1/2) and (D+ε)^(-1/2)
+    rms:      the root mean square of a weight's step at lr=1; None: the formula as it is, s = 1
+    """
+
+    fallback: Fallback
+    power: Power = "half"
+    rms: float | None = RMS
+
+    def steps(self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]) -> dict[Tensor, Tensor]:
+        """The steps by parameter; rates: their learning rates. The averages in the parameters' states advance."""
+        moved = [layer for layer in layers.values() if layer.weight in gradients.values and not layer.linear.one_hot]
+        weights = {layer.weight for layer in moved}
+        averages = _averages([p for layer in moved for p in layer.parameters if p in gradients.values], gradients)
+        directions = whitened_msgn([self._whitened(layer, averages) for layer in moved])
+        steps = {
+            p: self.fallback.direction(g, gradients.states[p], self.fallback.rate * rates[p])
+            for p, g in gradients.values.items()
+            if p not in weights
+        }
+        for layer, d in zip(moved, directions, strict=True):
+            self._write(layer, d, rates[layer.weight], steps)
+        return steps
+
+    def _whitened(self, layer: Layer, averages: Mapping[Tensor, Tensor]) -> Whitened:
+        layer.follow_dtype()
+        M_W, M_b = layer.gradients(averages)
+        assert M_W is not None
+        return Whitened(layer.centred(M_W, M_b), self._metric(layer.backward), self._metric(layer.forward))
+
+    def _metric(self, side: Side) -> Factor | None:
+        return side.factor if side.factor is None or self.power == "whole" else side.factor.root
+
+    def _write(self, layer: Layer, d: Tensor, rate: float, steps: dict[Tensor, Tensor]) -> None:
+        """−η s d for W, and + η s d c for b, so that the output changes as if inputs were centred at c."""
+        scale = 1.0 if self.rms is None else self.rms * math.sqrt(d.numel()) / max(float(d.norm()), SMALLEST)
+        linear = layer.linear
+        step = linear.shaped(d * -(rate * scale))
+        if linear.rows is None:
+            steps[layer.weight] = step
+        else:
+            linear.own(steps.setdefault(layer.weight, torch.zeros_like(layer.weight))).copy_(step)
+        if layer.c is not None and layer.bias is not None and layer.bias in steps:
+            b = linear.vector(steps[layer.bias])
+            b.sub_(linear.times(step, layer.c).to(b.dtype))
+
+
+class Spectral(StepRule):
+    """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
+
+    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirection) -> None:
+        self._damping = damping
+        self.direction = direction
+
+    def check_group(self, group: Group) -> None:
+        check_momentum(group)
+
+    def damping(self, layer: Layer, side: Side) -> Damping:
+        return self._damping[side.name]
+
+    def step_(self, gradients: Gradients, layers: Layers) -> None:
+        rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}
+        steps = self.direction.steps(gradients, layers, rates)
+        for p, group in gradients.groups.items():
+            if group["weight_decay"]:
+                p.mul_(1 - rates[p] * group["weight_decay"])
+        torch._foreach_add_(list(steps), [step.to(p.dtype) for p, step in steps.items()])
+        for layer in layers.values() if gradients.noted else ():
+            if layer.weight in steps:
+                layer.step_norm = float(layer.linear.own(steps[layer.weight]).norm())
+
+
+SMALLEST = 1e-30  # a direction shorter than this is zero
+
+
+def check_momentum(group: Group) -> None:
+    """Raises ValueError if a group has no momentum, because a single gradient is too noisy for a spectral step."""
+    if not group["momentum"]:
+        raise ValueError('step="spectral" averages gradients: momentum must be above 0; the default is 0.95')
+
+
+def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
+    """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
+    found = {}
+    for p in parameters:
+        g = gradients.values[p]
+        group = gradients.groups[p]
+        state = gradients.states[p]
+        if AVERAGE not in state:
+            state[AVERAGE] = torch.zeros_like(p)
+        average = state[AVERAGE].lerp_(g.to(p.dtype), 1 - group["momentum"])
+        found[p] = g.lerp(average.to(g.dtype), group["momentum"]) if group["nesterov"] else average
+    return found
