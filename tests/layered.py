@@ -99,7 +99,11 @@ def train(model, optimizer, data, call=None, observe=False):
 
 def build(model, kind=bprong.BPRONG, **settings):
     return kind(
-        model, **({"loss": "cross_entropy", "lr": 0.05, "momentum": 0.5, "every": 3, "options": EXACT} | settings)
+        model,
+        **(
+            {"loss": "cross_entropy", "lr": 0.05, "momentum": 0.5, "every": 3, "max_step": None, "options": EXACT}
+            | settings
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """Small training loops that the optimizer's tests share."""
 
 import shutil
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import bprong
 from helpers import assert_close, classification, mlp, snapshot
 
+literal = partial(bprong.BPRONG, max_step=None)  # the paper's literal steps
 EXACT = {"fisher": "exact", "average": 0.0}
 
 

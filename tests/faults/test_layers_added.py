@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 import bprong
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
-from training import EXACT
+from training import EXACT, literal
 
 X, Y = classification(60, 5, 3)
 Change = Callable[[nn.Sequential, bprong.BPRONG], list[str]]
 
 
 def periodic(model: nn.Module, params: Any = None) -> bprong.BPRONG:
-    return bprong.BPRONG(model, "cross_entropy", lr=0.1, every=100, params=params, options=EXACT)
+    return literal(model, "cross_entropy", lr=0.1, every=100, params=params, options=EXACT)
 
 
 def drifting(model: nn.Module, params: Any = None) -> bprong.BPRONG:
-    return bprong.BPRONG(model, "cross_entropy", lr=0.1, params=params, options=EXACT)
+    return literal(model, "cross_entropy", lr=0.1, params=params, options=EXACT)
 
 
 def automatic(model: nn.Module, params: Any = None) -> bprong.BPRONG:

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import bprong
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
-from training import EXACT, batches, train
+from training import EXACT, batches, literal, train
 
 # Groups and schedulers ------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def test_each_step_is_as_long_as_the_scheduler_says(name):
     x, y = classification(20, 5, 3)
     model = mlp(5, 3)
     momentum = 0.5 if name in ("CyclicLR", "OneCycleLR") else 0.0  # these two change the momentum as well
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, momentum=momentum, every=1, options=EXACT)
+    optimizer = literal(model, "cross_entropy", lr=0.1, momentum=momentum, every=1, options=EXACT)
     scheduler = SCHEDULERS[name](optimizer)
     rates = set()
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_each_step_is_as_long_as_the_scheduler_says(name):
         before = snapshot(model)
         unit = copy.deepcopy(model)
         if not group["momentum"]:
-            train(unit, bprong.BPRONG(unit, "cross_entropy", lr=1.0, options=EXACT), [(x, y)])
+            train(unit, literal(unit, "cross_entropy", lr=1.0, options=EXACT), [(x, y)])
         train(model, optimizer, [(x, y)])
         if not group["momentum"]:
             step = unit[0].weight - before["0.weight"]

@@ -16,7 +16,7 @@ import bprong
 from bprong.errors import WhiteningWarning
 from bprong.whitening.layers import PATIENCE
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
-from training import EXACT, assert_same_path, batches, default_backend, path, train
+from training import EXACT, assert_same_path, batches, default_backend, literal, path, train
 
 
 def twins(*widths, dtype=torch.float64):
@@ -46,7 +46,13 @@ def test_the_papers_network(kind, momentum, nesterov):
     options = {"average": 0.0} | ({"fisher": "exact"} if two_sided else {})
     rewhitening = bprong.Rewhitening(whitened, sgd, "cross_entropy", **options, **damping, **schedule)
     optimizer = kind(
-        plain, "cross_entropy", lr=lr, momentum=momentum, options=options | schedule | {"nesterov": nesterov}, **damping
+        plain,
+        "cross_entropy",
+        lr=lr,
+        momentum=momentum,
+        max_step=None,
+        options=options | schedule | {"nesterov": nesterov},
+        **damping,
     )
     for xb, yb in batches(x, y, 20, 200):
         rewhitening.step(xb)
@@ -225,7 +231,7 @@ def test_a_module_called_twice():
     model = Twice().double()
     x, y = classification(30, 4, 3)
     rows = torch.cat([x, torch.tanh(model.layer(x))]).detach()
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT)
+    optimizer = literal(model, "cross_entropy", lr=0.1, options=EXACT)
     train(model, optimizer, [(x, y)])
     layer = optimizer._whitening.layers["layer"]
     assert_close(layer.c, rows.mean(0), 1e-12)

@@ -135,7 +135,7 @@ def test_every_option_and_argument_was_tried():
     named = {name for changes in (CHANGES, OPTIONS) for each in changes for name in each}
     known = {field.name for field in dataclasses.fields(Options)} | set(inspect.signature(bprong.BPRONG).parameters)
     # Here, in test_contract.py, in test_schedule.py and in tests/faults/test_output.py
-    elsewhere = {"model", "params", "options", "overhead", "nesterov", "output"}
+    elsewhere = {"model", "params", "options", "overhead", "nesterov", "output", "step", "power"}
     assert named == known - elsewhere
 
 

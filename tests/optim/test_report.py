@@ -9,13 +9,13 @@ from torch import nn
 import bprong
 from bprong.optim.report import COLUMNS, Report
 from helpers import classification, mlp
-from training import batches, train
+from training import batches, literal, train
 
 
 def reported(kind=bprong.BPRONG, steps=6, **arguments):
     """The report of a small model after some steps, at the fifth of which everything was refreshed."""
     model = nn.Sequential(*mlp(5, 4, 3), nn.LayerNorm(3, dtype=torch.float64))
-    optimizer = kind(model, "cross_entropy", **({"lr": 0.1, "every": 4} | arguments))
+    optimizer = kind(model, "cross_entropy", **({"lr": 0.1, "every": 4, "max_step": None} | arguments))
     train(model, optimizer, batches(*classification(60, 5, 3), 20, steps))
     return optimizer.report()
 
@@ -53,7 +53,7 @@ def test_the_effective_number_of_directions_is_the_rank_of_a_projection():
 def test_the_distance_from_white_is_that_of_the_last_batch():
     x, y = classification(60, 5, 3)
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(
+    optimizer = literal(
         model, "cross_entropy", lr=0.0, every=1, forward_damping=1e-9, options={"average": 0.9, "fisher": "exact"}
     )
     train(model, optimizer, [(x, y)] * 2)

@@ -9,7 +9,7 @@ import bprong
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.rules import StepRule
 from helpers import classification, mlp, snapshot
-from training import EXACT, assert_same_path, batches, train
+from training import EXACT, assert_same_path, batches, literal, train
 
 
 class PlainDescent(StepRule):
@@ -55,9 +55,7 @@ def test_a_third_rule_moves_the_parameters_along_whitened_directions():
     ours = mlp(5, 6, 4, 3)
     theirs = copy.deepcopy(ours)
     train(ours, ruled(ours, every=3), batches(x, y, 20, 10))
-    fixed = bprong.BPRONG(
-        theirs, "cross_entropy", lr=0.05, forward_damping=0.1, backward_damping=0.1, every=3, options=EXACT
-    )
+    fixed = literal(theirs, "cross_entropy", lr=0.05, forward_damping=0.1, backward_damping=0.1, every=3, options=EXACT)
     train(theirs, fixed, batches(x, y, 20, 10))
     assert_same_path(snapshot(ours), snapshot(theirs), 1e-12)
 

@@ -13,7 +13,7 @@ import bprong
 from bprong.errors import WhiteningWarning
 from bprong.whitening.layers import PATIENCE
 from helpers import Woken, assert_close, classification, mlp, snapshot
-from training import EXACT, assert_same_path, batches, train
+from training import EXACT, assert_same_path, batches, literal, train
 
 LOSSES = {
     "cross_entropy": F.cross_entropy,
@@ -311,7 +311,7 @@ def test_bad_statistics_keep_the_factor_and_warn():
 def test_without_a_bias_nothing_is_centred():
     x, y = classification(60, 5, 3)
     model = mlp(5, 3, bias=False)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT)
+    optimizer = literal(model, "cross_entropy", lr=0.1, options=EXACT)
     train(model, optimizer, [(x, y)])
     assert layer_of(optimizer).c is None
     damped = x.T @ x / 60 + 0.2 * torch.eye(5, dtype=torch.float64)

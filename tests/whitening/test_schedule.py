@@ -161,13 +161,13 @@ def test_a_larger_share_of_time_is_a_shorter_period():
     model = deep()
     periods = []
     for overhead in (0.05, 0.3):
-        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, overhead=overhead)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, options={"overhead": overhead})
         train(model, optimizer, 1)
         periods.append(optimizer._whitening.schedule.every)
     assert periods[0] > 3 * periods[1]
     for bad in (0, 1, -1, "much"):
         with pytest.raises(ValueError, match="overhead"):
-            bprong.BPRONG(model, "cross_entropy", lr=0.01, overhead=bad)
+            bprong.BPRONG(model, "cross_entropy", lr=0.01, options={"overhead": bad})
 
 
 def test_the_default_resumes_bit_for_bit():

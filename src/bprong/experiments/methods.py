@@ -124,11 +124,10 @@ def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return problem.x_train[chosen], problem.y_train[chosen]
 
 
-def _drop_in(problem: Problem, lr: Any) -> TrainingState:
+def _drop_in(problem: Problem, lr: Any, **given: Any) -> TrainingState:
     """The drop-in optimizer with its defaults on the plain network; only its random seed is the experiment's."""
-    return TrainingState(
-        problem.plain, bprong.BPRONG(problem.plain, "cross_entropy", lr, options={"seed": problem.seed})
-    )
+    options = {"seed": problem.seed}
+    return TrainingState(problem.plain, bprong.BPRONG(problem.plain, "cross_entropy", lr, options=options, **given))
 
 
 def _drop_in_defaults(**given: Any) -> dict[str, Any]:
@@ -159,9 +158,9 @@ METHODS: dict[str, Method] = {
         sides=("forward", "backward"),
     ),
     "bprong-fast": Method(
-        "the optimizer bprong.BPRONG(model), with its defaults",
-        lambda problem: _drop_in(problem, problem.lr),
-        defaults=_drop_in_defaults(),
+        "the optimizer bprong.BPRONG(model) with the paper's literal steps (max_step=None)",
+        lambda problem: _drop_in(problem, problem.lr, max_step=None),
+        defaults=_drop_in_defaults(max_step=None),
     ),
     "bprong-auto": Method(
         'the same with lr="auto": no learning rate, automatic damping',

@@ -77,9 +77,10 @@ def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
     scaled = [A / t.clamp(min=smallest) for (A, _), t in zip(grams, traces, strict=True)]
     polynomials = _together(scaled)
     found = []
-    for matrix, (_, product), t, p in zip(matrices, grams, traces, polynomials, strict=True):
-        product = product * t.clamp(min=smallest).rsqrt()
-        found.append(product @ _between(p, matrix.right) if matrix.is_tall else _between(p, matrix.left) @ product)
+    for matrix, (_, product), t, polynomial_ in zip(matrices, grams, traces, polynomials, strict=True):
+        scaled_product = product * t.clamp(min=smallest).rsqrt()
+        p = _between(polynomial_, matrix.right if matrix.is_tall else matrix.left)
+        found.append(scaled_product @ p if matrix.is_tall else p @ scaled_product)
     return found
 
 

@@ -19,16 +19,22 @@ from bprong.whitening.side import Side, SideName
 class FixedRate(StepRule):
     """p ← p − η v with momentum v, as torch's SGD, but in coordinates whose inputs are centred at c.
 
-    max_step: a bound on the length of the step in the Fisher metric; momentum is applied after it
+    damping:  of each side
+    few:      whether to damp more where few observations are behind the statistics
+    max_step: a bound on the length of each step in the Fisher metric, momentum included; None: no bound
     """
 
-    def __init__(self, damping: Mapping[SideName, Damping], max_step: float | None, fallback: Fallback) -> None:
+    def __init__(
+        self, damping: Mapping[SideName, Damping], few: bool, max_step: float | None, fallback: Fallback
+    ) -> None:
         self._damping = damping
+        self._few = few
         self._max_step = max_step
         self._fallback = fallback
 
     def damping(self, layer: Layer, side: Side) -> Damping:
-        return self._damping[side.name]
+        given = self._damping[side.name]
+        return side.damping_for_few(given) if self._few else given
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         directions = layers.directions(gradients.values)
@@ -47,10 +53,15 @@ class FixedRate(StepRule):
             )
 
     def _scale(self, directions: Mapping[Layer, WeightAndBias], gradients: Gradients) -> float:
-        """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound."""
+        """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound.
+
+        With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
+        the bound.
+        """
         if self._max_step is None:
             return 1.0
         squared = 0.0
+        momentum = max(float(group["momentum"]) for group in gradients.groups.values())
         for layer, (d_W, d_b) in directions.items():
             g_W, g_b = layer.gradients(gradients.values)
             if g_W is not None and d_W is not None:
@@ -58,7 +69,7 @@ class FixedRate(StepRule):
                 squared += lr**2 * float((layer.centred(g_W, g_b) * d_W).sum())
             if g_b is not None and d_b is not None and layer.bias is not None:
                 squared += gradients.groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
-        return min(1.0, self._max_step / math.sqrt(max(squared, 1e-300)))
+        return min(1.0, (1 - momentum) * self._max_step / math.sqrt(max(squared, 1e-300)))
 
 
 def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: Gradients, steps: _Steps) -> None:

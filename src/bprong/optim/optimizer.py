@@ -41,7 +41,7 @@ from bprong.optim.spectral import Spectral, SpectralDirection
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 from bprong.whitening.schedule import Schedule
-from bprong.whitening.side import SIDES, Side, SideName, Solver
+from bprong.whitening.side import Side, SideName, Solver
 
 StepKind = Literal["natural", "spectral"]
 MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
@@ -50,6 +50,7 @@ SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = {
     "backward": Damping(0.1, "mean"),
 }
 SPECTRAL_MOMENTUM = 0.95
+MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 
 
@@ -79,9 +80,10 @@ class BPRONG(Optimizer):
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
                       defaults. lr="auto" chooses them along with the step unless they are given
-    every             steps between refreshes of the statistics; None: refresh what has drifted, within `overhead`
-    overhead          the share of run time to spend on statistics and factorisations if no period is given; None: 0.1
-    max_step          a bound on the length of each step in the Fisher metric; momentum is not included unless lr="auto"
+    every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time
+    max_step          a bound on the length √(dᵀFd) of each step d, momentum included. "auto": 0.1 for BPRONG's natural
+                      steps at a fixed lr, which makes them safe at any lr; the default damping is then raised where
+                      few observations are behind the statistics. None: the paper's literal steps
     solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
@@ -127,8 +129,7 @@ class BPRONG(Optimizer):
         forward_damping: float | Damping | None = None,
         backward_damping: float | Damping | None = None,
         every: int | None = None,
-        overhead: float | None = None,
-        max_step: float | None = None,
+        max_step: float | Literal["auto"] | None = "auto",
         solver: Solver = "auto",
         max_dim: int = MAX_DIM,
         output: Key | None = None,
@@ -149,6 +150,7 @@ class BPRONG(Optimizer):
             name: Damping.of(default if own is None else own)
             for (name, default), own in zip(usual.items(), given, strict=True)
         }
+        usual_damping = given == (None, None)
         if solver == "low-rank" and any(own.relative_to == "variance" for own in damping.values()):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
@@ -158,21 +160,25 @@ class BPRONG(Optimizer):
             "nesterov": spectral if self._options.nesterov is None else self._options.nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
-        max_step = None if max_step is None else positive("max_step", max_step)
         automatic = lr == "auto"
+        if spectral and not automatic and max_step not in (None, "auto"):
+            raise ValueError('max_step would have no effect: step="spectral" has steps of a length that lr alone gives')
+        bound = MAX_STEP if self._whitens_backward and not (automatic or spectral) else None
+        if max_step != "auto":
+            bound = None if max_step is None else positive("max_step", max_step)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._head = Head(output, self._loss.loss.functions)
-        direction = SpectralDirection(self._options.fallback(1.0), self._options.power) if spectral else None
+        direction = SpectralDirection(self._options.fallback(2.0), self._options.power) if spectral else None
         if automatic:
             self._rule: StepRule = Automatic(
-                self._model, self._loss.loss.likelihood, self._options, damping, spectral or given != (None, None),
-                max_step, self._head, direction,
+                self._model, self._loss.loss.likelihood, self._options, damping, spectral or not usual_damping,
+                bound, self._head, direction,
             )  # fmt: skip
         elif direction is not None:
-            self._rule = Spectral(damping, direction)
+            self._rule = Spectral(damping, usual_damping, direction)
         else:
-            self._rule = FixedRate(damping, max_step, self._options.fallback(0.1))
-        self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every, overhead)
+            self._rule = FixedRate(damping, usual_damping and bound is not None, bound, self._options.fallback(0.1))
+        self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every)
         self._batches = Batches(
             model,
             self._loss.loss,
@@ -196,8 +202,8 @@ class BPRONG(Optimizer):
             )
         refuse_distributed(model)
 
-    def _whitening_of(self, solver: Solver, max_dim: int, every: int | None, overhead: float | None) -> Whitening:
-        settings = self._options.settings(every, overhead, self._whitens_backward, self._rule.early_steps)
+    def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
+        settings = self._options.settings(every, self._whitens_backward, self._rule.early_steps)
         self._form = (solver, Limits(max_dim, self._options.channels))
         layers = self._layers()
         if not layers:
@@ -475,8 +481,7 @@ class PRONG(BPRONG):
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         every: int | None = None,
-        overhead: float | None = None,
-        max_step: float | None = None,
+        max_step: float | Literal["auto"] | None = "auto",
         solver: Solver = "auto",
         max_dim: int = MAX_DIM,
         output: Key | None = None,
@@ -484,7 +489,7 @@ class PRONG(BPRONG):
     ) -> None:
         super().__init__(
             model, loss, lr, step=step, params=params, momentum=momentum, weight_decay=weight_decay,
-            forward_damping=forward_damping, every=every, overhead=overhead, max_step=max_step, solver=solver,
+            forward_damping=forward_damping, every=every, max_step=max_step, solver=solver,
             max_dim=max_dim, output=output, options=options,
         )  # fmt: skip
 

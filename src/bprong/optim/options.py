@@ -26,6 +26,7 @@ class Options:
                       the paper's τ₁, c₁, τ₂, c₂; by default both sides are refreshed together, every `every` steps
     refresh           "periodic": refresh every side at its period. "drift": at each period measure the sides that have
                       been drifting, and refresh those that have drifted. Default: "drift", unless a period is given
+    overhead          the share of run time to spend on statistics and factorisations if no period is given; None: 0.1
     average           the factor on the weight of past statistics at each measurement (exponential decay); 0: no average
     record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     seed              of sampled targets; by default torch's initial seed
@@ -33,7 +34,7 @@ class Options:
     nesterov          Nesterov's form of momentum, as for SGD; by default for spectral steps only
     power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
                       (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
-    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1, and 1 for
+    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1, and 2 for
                       spectral steps
     fallback_betas    Adam's β₁ and β₂ for these parameters
     """
@@ -44,6 +45,7 @@ class Options:
     backward_every: int | None = None
     backward_offset: int | None = None
     refresh: Mode | None = None
+    overhead: float | None = None
     average: float = 0.9
     record_every: int | None = None
     seed: int | None = None
@@ -77,7 +79,7 @@ class Options:
         unknown = [name for name in options or {} if name not in known]
         if unknown:
             raise ValueError(
-                f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}. overhead, solver and "
+                f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}. solver and "
                 f"max_dim are keyword arguments of the optimizer"
             )
         return cls(**options or {})
@@ -86,15 +88,14 @@ class Options:
         """The rule of parameters that are not whitened; usual: its rate, unless one was given."""
         return Fallback(usual if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
 
-    def settings(
-        self, every: int | None, overhead: float | None, backward: bool, early_steps: tuple[int, ...]
-    ) -> Settings:
+    def settings(self, every: int | None, backward: bool, early_steps: tuple[int, ...]) -> Settings:
         """The settings of the schedule; refuses options that have no effect in the mode they choose."""
         every = None if every is None else integer("every", every, 1)
         forward_every = every if self.forward_every is None else self.forward_every
         backward_every = every if self.backward_every is None else self.backward_every
         periodic = forward_every is not None or backward_every is not None
         refresh = self.refresh or ("periodic" if periodic else "drift")
+        overhead = self.overhead
         _refuse(overhead is not None and periodic, "overhead", "a period is given; leave one of them out")
         _refuse(
             every is not None and self.forward_every is not None and self.backward_every is not None,

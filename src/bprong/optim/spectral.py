@@ -82,17 +82,22 @@ class SpectralDirection:
 
 
 class Spectral(StepRule):
-    """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
+    """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW.
 
-    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirection) -> None:
+    damping, few: as for a `FixedRate`
+    """
+
+    def __init__(self, damping: Mapping[SideName, Damping], few: bool, direction: SpectralDirection) -> None:
         self._damping = damping
+        self._few = few
         self.direction = direction
 
     def check_group(self, group: Group) -> None:
         check_momentum(group)
 
     def damping(self, layer: Layer, side: Side) -> Damping:
-        return self._damping[side.name]
+        given = self._damping[side.name]
+        return side.damping_for_few(given) if self._few else given
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ LOW_RANK_FROM = 256  # features
 LOW_RANK_SHARE = 0.25  # the largest rank, relative to the features
 LOW_RANK_ERROR = 0.5  # the largest relative difference of a step from the exact one (`LowRank.error`)
 LONGEST_BACKOFF = 16  # refreshes
+SAMPLING = 0.1  # times tr/N: the sampling error of eigenvalues from N observations
 
 
 @dataclass
@@ -100,6 +101,14 @@ class Side:
         diagonal = damped.diagonal(dim1=-2, dim2=-1)
         diagonal.add_(damping.amounts(diagonal))
         return distance_from_white(self.factor, damped)
+
+    def damping_for_few(self, damping: Damping) -> Damping:
+        """The damping with 0.1 tr/N added, because N observations leave the eigenvalues uncertain."""
+        if self.mean_eigenvalue is None or not self.observations or self.blocks.size == 1:
+            return damping
+        features = self.blocks.size * self.blocks.count
+        unit = self.mean_eigenvalue if damping.relative_to == "one" else 1.0
+        return replace(damping, value=damping.value + SAMPLING * unit * features / self.observations)
 
     def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
         """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
