@@ -31,7 +31,7 @@ def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
 
     >>> A = torch.diag(torch.tensor([0.64, 0.36], dtype=torch.float64))
     >>> (polynomial(A) @ A.sqrt()).diagonal()
-    tensor([0.7111, 0.9706], dtype=torch.float64)
+    tensor([1.1192, 0.7229], dtype=torch.float64)
     """
     a, b, c = QUINTIC
     total = None
@@ -68,8 +68,8 @@ def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
 
     >>> M = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -4.0]], dtype=torch.float64)
     >>> whitened_msgn([Whitened(M)])[0]
-    tensor([[ 0.9706,  0.0000,  0.0000],
-            [ 0.0000,  0.0000, -0.7111]], dtype=torch.float64)
+    tensor([[ 0.7229,  0.0000,  0.0000],
+            [ 0.0000,  0.0000, -1.1192]], dtype=torch.float64)
     """
     grams = [_gram(matrix) for matrix in matrices]
     traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for A, _ in grams]

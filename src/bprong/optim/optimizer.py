@@ -41,14 +41,11 @@ from bprong.optim.spectral import Spectral, SpectralDirection
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 from bprong.whitening.schedule import Schedule
-from bprong.whitening.side import Side, SideName, Solver
+from bprong.whitening.side import SIDES, Side, SideName, Solver
 
 StepKind = Literal["natural", "spectral"]
 MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
-SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = {
-    "forward": Damping(0.1, "mean"),
-    "backward": Damping(0.1, "mean"),
-}
+SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 SPECTRAL_MOMENTUM = 0.95
 MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
@@ -168,7 +165,7 @@ class BPRONG(Optimizer):
             bound = None if max_step is None else positive("max_step", max_step)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._head = Head(output, self._loss.loss.functions)
-        direction = SpectralDirection(self._options.fallback(2.0), self._options.power) if spectral else None
+        direction = SpectralDirection(self._options.fallback(1.0), self._options.power) if spectral else None
         if automatic:
             self._rule: StepRule = Automatic(
                 self._model, self._loss.loss.likelihood, self._options, damping, spectral or not usual_damping,

@@ -34,7 +34,7 @@ class Options:
     nesterov          Nesterov's form of momentum, as for SGD; by default for spectral steps only
     power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
                       (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
-    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1, and 2 for
+    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1, and 1 for
                       spectral steps
     fallback_betas    Adam's β₁ and β₂ for these parameters
     """
