@@ -189,8 +189,12 @@ def test_low_rank_factors_resume_bit_for_bit():
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (bprong.BPRONG, {"overhead": 0.2, "every": 10}, "overhead would have no effect: a period is given"),
-        (bprong.BPRONG, {"overhead": 0.2, "options": {"backward_every": 10}}, "overhead would have no effect"),
+        (
+            bprong.BPRONG,
+            {"every": 10, "options": {"overhead": 0.2}},
+            "overhead would have no effect: a period is given",
+        ),
+        (bprong.BPRONG, {"options": {"overhead": 0.2, "backward_every": 10}}, "overhead would have no effect"),
         (
             bprong.BPRONG,
             {"every": 5, "options": {"forward_every": 5, "backward_every": 5}},

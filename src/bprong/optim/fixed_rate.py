@@ -56,12 +56,14 @@ class FixedRate(StepRule):
         """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
-        the bound.
+        the bound. A schedule that lowers the learning rate lowers the bound too.
         """
         if self._max_step is None:
             return 1.0
         squared = 0.0
-        momentum = max(float(group["momentum"]) for group in gradients.groups.values())
+        groups = gradients.groups.values()
+        momentum = max(float(group["momentum"]) for group in groups)
+        scheduled = max(_scheduled(group) for group in groups)
         for layer, (d_W, d_b) in directions.items():
             g_W, g_b = layer.gradients(gradients.values)
             if g_W is not None and d_W is not None:
@@ -69,7 +71,13 @@ class FixedRate(StepRule):
                 squared += lr**2 * float((layer.centred(g_W, g_b) * d_W).sum())
             if g_b is not None and d_b is not None and layer.bias is not None:
                 squared += gradients.groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
-        return min(1.0, (1 - momentum) * self._max_step / math.sqrt(max(squared, 1e-300)))
+        return min(1.0, (1 - momentum) * scheduled * self._max_step / math.sqrt(max(squared, 1e-300)))
+
+
+def _scheduled(group: Mapping[str, Any]) -> float:
+    """The part of its learning rate that a schedule leaves to a group; torch's schedulers note what it was before."""
+    initial = float(group.get("initial_lr", 0.0))
+    return min(1.0, float(group["lr"]) / initial) if initial else 1.0
 
 
 def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: Gradients, steps: _Steps) -> None:
