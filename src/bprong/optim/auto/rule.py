@@ -47,7 +47,9 @@ class AutoRule(AutoState):
 
     def evaluates(self, t: int) -> bool:
         """Whether the quadratic model is evaluated at step t."""
-        return t < self.evaluate_until or t % self.settings.evaluate_every == 0
+        every = self.settings.evaluate_every
+        period = every if self.period is None or t < 10 * every else max(every, self.period)
+        return t < self.evaluate_until or t % period == 0
 
     # Damping ----------------------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class AutoRule(AutoState):
         if found.loss is None or not math.isfinite(found.loss):
             self.ratio = None
             return
-        keep = max(1 - found.examples / self.settings.evaluated_least, self.settings.keep)
+        keep = max(1 - found.targets / self.settings.evaluated_least, self.settings.keep)
         self.loss = found.loss if self.loss is None else keep * self.loss + (1 - keep) * found.loss
 
     # Bounds -----------------------------------------------------------------------------------------------------------
