@@ -11,7 +11,7 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
   the loss.
 - Damping: λ, split between Ž and D by their mean eigenvalues, doubles if the loss fell by less than a quarter of what
   the model predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
-- Averages: α, β and μ are averaged over evaluations, which are made at every tenth step after the first ten.
+- Averages: α, β and μ are averaged over evaluations: at the first ten steps, at every tenth, later as run time allows.
 - Undo: if the loss blew up, the last update is undone, and the next ones go less far.
 """
 
