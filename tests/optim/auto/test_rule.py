@@ -82,6 +82,14 @@ def test_the_settings_decide_which_steps_are_evaluated(settings):
     assert [t for t in range(50) if rule_of(settings).evaluates(t)] == [*range(every), *range(every, 50, every)]
 
 
+def test_every_step_is_evaluated_until_the_whole_bound_is_allowed_again(settings):
+    """If the loss is not known, steps cannot be judged, and the bound does not grow."""
+    every = settings.evaluate_every
+    assert rule_of(settings, caution=0.5, loss=1.0).evaluates(2 * every + 1)
+    assert not rule_of(settings, caution=1.0, loss=1.0).evaluates(2 * every + 1)
+    assert not rule_of(settings, caution=0.5).evaluates(2 * every + 1)
+
+
 @pytest.mark.parametrize("period", [1, 7, 37])
 def test_after_ten_evaluations_the_period_is_the_one_of_the_share_of_time_if_it_is_longer(period, settings):
     every = settings.evaluate_every

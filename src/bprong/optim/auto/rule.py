@@ -46,10 +46,11 @@ class AutoRule(AutoState):
     settings: AutoSettings = SETTINGS
 
     def evaluates(self, t: int) -> bool:
-        """Whether the quadratic model is evaluated at step t."""
+        """Whether the quadratic model is evaluated at step t: always while less than the whole bound is allowed."""
         every = self.settings.evaluate_every
         period = every if self.period is None or t < 10 * every else max(every, self.period)
-        return t < self.evaluate_until or t % period == 0
+        cautious = self.caution < 1 and self.loss is not None
+        return t < self.evaluate_until or cautious or t % period == 0
 
     # Damping ----------------------------------------------------------------------------------------------------------
 
