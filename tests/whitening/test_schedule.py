@@ -12,7 +12,15 @@ import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.factors import Dense
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.schedule import LONGEST_INTERVAL, SHORTEST_PERIOD, Schedule, Settings, mixed, period_for
+from bprong.whitening.schedule import (
+    LONGEST_INTERVAL,
+    SHORTEST_PERIOD,
+    Schedule,
+    Settings,
+    evaluation_period,
+    mixed,
+    period_for,
+)
 from helpers import assert_close, mlp, snapshot
 
 f64 = torch.float64
@@ -135,6 +143,22 @@ def test_the_period_is_the_one_that_the_share_of_time_allows():
     assert period_for(layers, 0.999) == SHORTEST_PERIOD
     assert period_for([layer_of(300, 100, backward=False), layer_of(100, 10, backward=False)], 0.1) < periods[2]
     assert period_for([], 0.1) == SHORTEST_PERIOD
+
+
+def test_evaluations_take_the_share_of_time_that_they_may():
+    """Twice the share, about half the period; more directions and larger parts of a batch take longer."""
+    layers = [layer_of(300, 100, 5000.0), layer_of(100, 10, 5000.0)]
+    periods = [evaluation_period(layers, 3, 0.25, share) for share in (0.01, 0.02, 0.05)]
+    assert 1.9 < periods[0] / periods[1] < 2.2
+    assert periods == sorted(periods, reverse=True)
+    assert evaluation_period(layers, 2, 0.25, 0.01) < periods[0] < evaluation_period(layers, 3, 1.0, 0.01)
+    assert evaluation_period([], 3, 1.0, 0.1) == 0
+
+
+def test_evaluations_of_a_whole_batch_cost_what_was_measured():
+    """On a large batch, of which everything is evaluated: ten forward passes, of which a step takes three."""
+    layers = [layer_of(300, 100, 1e9)]
+    assert evaluation_period(layers, 3, 1.0, 0.1) == pytest.approx(9 * 10 / 3, abs=1)
 
 
 def measured_at(optimizer, model, steps):

@@ -8,7 +8,7 @@ optimizer can also choose the period from a share of run time, and measure a sid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,8 +27,11 @@ DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ above which a factor is out of
 LONGEST_INTERVAL = 16  # periods between two measurements of a side that does not drift, at most
 SHORTEST_PERIOD = 10  # steps between two refreshes, however cheap they are
 
-# The cost model behind `period_for`, in operations of a float32 product, of which two cores make about 2·10¹¹ a second.
+# The cost model behind `period_for` and `evaluation_period`, in operations of a float32 product, of which two cores
+# make about 2·10¹¹ a second.
 STEP_CALLS = 4e7  # the calls that train a layer and precondition its gradient
+PASS_CALLS = 2e7  # the calls of a forward pass through a layer
+DUAL_PASSES = 3  # forward passes that take the time of one with dual numbers
 MEASURING_CALLS = 2e8  # the calls that measure a layer
 FACTORING_CALLS = 7e7  # the calls that factor a side
 DOUBLE_PRECISION = 3.4  # moments are summed in float64
@@ -177,17 +180,41 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
     >>> [period_for([layer], share) for share in (0.05, 0.1, 0.2)]
     [246, 117, 52]
     """
-    training = 0.0
+    layers = list(layers)
     refreshing = 0.0
     for layer in layers:
         rows = layer.forward.observations
         cost = layer.linear.cost(backward=layer.backward in layer.sides)
-        weights = layer.linear.own(layer.weight).numel()
-        applied = sum(side.factor.cost for side in layer.sides if side.factor is not None)
-        training += STEP_CALLS + 6 * rows * weights + weights * applied
-        refreshing += MEASURING_CALLS + 4 * rows * weights + DOUBLE_PRECISION * rows * cost["per_row"]
+        refreshing += MEASURING_CALLS + 4 * rows * _weights(layer) + DOUBLE_PRECISION * rows * cost["per_row"]
         refreshing += len(layer.sides) * FACTORING_CALLS + FACTORISATION * cost["refresh"]
-    return max(SHORTEST_PERIOD, math.ceil(refreshing * (1 - overhead) / (overhead * max(training, 1.0))))
+    return max(SHORTEST_PERIOD, _period(refreshing, layers, overhead))
+
+
+def evaluation_period(layers: Iterable[Layer], directions: int, part: float, share: float) -> int:
+    """Steps between evaluations of a quadratic model such that these take a share of run time.
+
+    directions: each takes a forward pass with dual numbers; the loss afterwards takes a plain one
+    part:       of the batch that is evaluated
+
+    As in `period_for`, operations are counted, and each layer has been refreshed once.
+    """
+    layers = list(layers)
+    passes = DUAL_PASSES * directions + 1
+    evaluating = sum(passes * (PASS_CALLS + 2 * part * x.forward.observations * _weights(x)) for x in layers)
+    return _period(evaluating, layers, share)
+
+
+def _period(operations: float, layers: Sequence[Layer], share: float) -> int:
+    """Steps in which something that takes these operations is to be done once, for it to take a share of run time."""
+    training = 0.0
+    for layer in layers:
+        applied = sum(side.factor.cost for side in layer.sides if side.factor is not None)
+        training += STEP_CALLS + (6 * layer.forward.observations + applied) * _weights(layer)
+    return math.ceil(operations * (1 - share) / (share * max(training, 1.0)))
+
+
+def _weights(layer: Layer) -> int:
+    return layer.linear.own(layer.weight).numel()
 
 
 def mixed(seed: int, t: int) -> int:

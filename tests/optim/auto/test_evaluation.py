@@ -1,6 +1,7 @@
 """The quadratic model is evaluated on a part of each batch: which part, and batches that cannot be divided."""
 
 import copy
+import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from bprong import WhiteningWarning
 from bprong.capture.batches import Batch, OutputGradient, Subset
 from bprong.likelihood.loss import declared_loss
 from bprong.optim.auto import evaluation
-from bprong.optim.auto.evaluation import evaluate
+from bprong.optim.auto.evaluation import evaluate, evaluated_counts
 from bprong.optim.auto.settings import SETTINGS
 from helpers import assert_unchanged, mlp, snapshot
 from training import EXACT, assert_same_path, batches
@@ -49,6 +50,42 @@ def test_a_subset_has_whole_examples_that_are_evenly_spread(count, whole, each):
     gaps = torch.cat([chosen, torch.tensor([whole])]).diff()
     assert gaps.min() >= 1
     assert gaps.max() - gaps.min() <= 1
+
+
+def token_batch(count, length, ignored=0.0, flatten=False):
+    """Sequences of tokens with three classes, of which the loss ignores a part."""
+    loss = declared_loss(nn.CrossEntropyLoss())
+    x, y = sequences(count, length)
+    y[:, : int(ignored * length)] = -100
+    f = mlp(5, 3)(x).flatten(0, 1)
+    (G,) = torch.autograd.grad(F.cross_entropy(f, y.flatten()), f)
+    rows = (f.detach(), G) if flatten else (f.detach().view(count, length, 3), G.view(count, length, 3))
+    return Batch(x, OutputGradient(*rows), (y.flatten() if flatten else y,)).read(loss), loss.likelihood
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("count", "length", "ignored", "expected"),
+    [
+        (16, 64, 0.0, 4),  # a quarter of them has 256 targets
+        (8, 16, 0.0, 4),  # a quarter would have 32 targets, and 64 are enough
+        (8, 16, 0.5, 8),  # of these, the loss counts half
+        (4, 64, 0.0, 2),  # one would have enough, but BatchNorm needs two
+        (1, 64, 0.0, 1),
+        (100, 1, 0.0, 64),
+    ],
+)
+def test_targets_are_counted_and_not_examples(count, length, ignored, expected, flatten):
+    batch, likelihood = token_batch(count, length, ignored, flatten)
+    assert evaluated_counts([batch], likelihood, everything=False) == [expected]
+    assert evaluated_counts([batch], likelihood, everything=True) == [count]
+
+
+def test_targets_of_several_batches_are_counted_together():
+    """Two of sixteen sequences each: a quarter of both is eight, all from the first."""
+    first, likelihood = token_batch(16, 64)
+    second, _ = token_batch(16, 64)
+    assert evaluated_counts([first, second], likelihood, everything=False) == [8, 0]
 
 
 @pytest.mark.parametrize("size", [16, 100])
@@ -104,8 +141,8 @@ def test_pixels_and_rows_that_belong_to_several_examples_train(made):
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_the_evaluated_part_of_a_sorted_batch_is_like_the_whole(flatten):
-    """Of 64 examples, each repeated four times in a row, the 64 that are evaluated are each of them once."""
-    x, y = sequences(64, 3)
+    """Of 16 sequences, each repeated four times in a row, the 16 that are evaluated are each of them once."""
+    x, y = sequences(16, 4)
     ends = []
     for times in (1, 4):
         torch.manual_seed(1)
@@ -324,8 +361,11 @@ def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(
     batch = Batch(x, OutputGradient(f.detach(), G), (y,) if given else ()).read(declared)
     direction = {p: torch.randn_like(p) for p in model.parameters()}
     found = evaluate(model, [batch], [direction], declared.likelihood, 0, everything=False, forward_mode=True)
-    assert found.examples == SETTINGS.evaluated_least
-    rows = Subset(found.examples, 100).rows
+    ignored = int((y == -100).sum())
+    count = math.ceil(SETTINGS.evaluated_least * 100 / (100 - ignored))
+    assert found.part == count / 100
+    rows = Subset(count, 100).rows
+    assert found.targets == int((rows(y) != -100).sum()) if ignored else found.targets == SETTINGS.evaluated_least
     expected = nats * loss(model(rows(x)), rows(y))
     gradients = torch.autograd.grad(expected, list(direction))
     assert found.loss == pytest.approx(float(expected.detach()), rel=1e-9)

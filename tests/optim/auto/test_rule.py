@@ -16,9 +16,10 @@ from helpers import mlp
 NAMES = ("whitened", "adam", "last")
 RIDGE = 1e-5  # the minimiser's own is a tenth of it
 VARIED = AutoSettings(
-    evaluate_every=5, evaluated_part=0.25, evaluated_least=48, early_refreshes=(3,), initial_lambda=3e-3, well=0.9,
-    raise_lambda=3.0, lower_lambda=1.5, negligible=0.1, sampling=0.3, keep=0.4, least_trust=0.1,
-    most_momentum=0.8, most_fallback=0.05, bound_share=0.1, bound_nats=0.3, bound_late=0.4, cautious=0.125, blow_up=5.0,
+    evaluate_every=5, evaluate_share=0.2, evaluated_part=0.5, evaluated_least=48, early_refreshes=(3,),
+    initial_lambda=3e-3, well=0.9, raise_lambda=3.0, lower_lambda=1.5, negligible=0.1, sampling=0.7, keep=0.4,
+    least_trust=0.1, most_momentum=0.8, most_fallback=0.05, bound_share=0.1, bound_nats=0.3, bound_late=0.4,
+    cautious=0.125, blow_up=5.0,
 )  # fmt: skip
 
 
@@ -79,6 +80,24 @@ def test_the_first_ten_steps_are_evaluated_and_then_every_tenth():
 def test_the_settings_decide_which_steps_are_evaluated(settings):
     every = settings.evaluate_every
     assert [t for t in range(50) if rule_of(settings).evaluates(t)] == [*range(every), *range(every, 50, every)]
+
+
+def test_every_step_is_evaluated_until_the_whole_bound_is_allowed_again(settings):
+    """If the loss is not known, steps cannot be judged, and the bound does not grow."""
+    every = settings.evaluate_every
+    assert rule_of(settings, caution=0.5, loss=1.0).evaluates(2 * every + 1)
+    assert not rule_of(settings, caution=1.0, loss=1.0).evaluates(2 * every + 1)
+    assert not rule_of(settings, caution=0.5).evaluates(2 * every + 1)
+
+
+@pytest.mark.parametrize("period", [1, 7, 37])
+def test_after_ten_evaluations_the_period_is_the_one_of_the_share_of_time_if_it_is_longer(period, settings):
+    every = settings.evaluate_every
+    steps = range(10 * every, 30 * every)
+    found = [t for t in steps if rule_of(settings, period=period).evaluates(t)]
+    assert found == [t for t in steps if t % max(every, period) == 0]
+    before = [t for t in range(10 * every) if rule_of(settings, period=period).evaluates(t)]
+    assert before == [*range(every), *range(every, 10 * every, every)]
 
 
 @pytest.mark.parametrize("t", [0, 3, 15, 33])

@@ -13,6 +13,7 @@ from automatic import DATA, auto, bound, loss_of
 from bprong import WhiteningWarning
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.optim.auto.settings import SETTINGS
+from bprong.whitening.schedule import evaluation_period
 from helpers import assert_close, mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
@@ -92,6 +93,21 @@ def test_curvature_is_evaluated_on_a_part_of_a_batch_or_on_enough_examples():
         train(model, optimizer, [(x[:size], x[:size, :3].argmax(-1))])
         expected = max(int(size * SETTINGS.evaluated_part), min(size, SETTINGS.evaluated_least))
         assert lengths[-2:] == [expected] * 2  # the last direction, and the loss afterwards
+
+
+def test_the_period_of_evaluations_is_found_at_the_first_step_and_kept_in_checkpoints():
+    """It is computed from operations, so that it is the same after a checkpoint; two directions: Δ and Δ₀."""
+    model = mlp(5, 4, 3)
+    optimizer = auto(model)
+    train(model, optimizer, [DATA])
+    period = optimizer._rule.rule.period
+    layers = optimizer._whitening.layers.values()
+    assert period == evaluation_period(layers, 2, 1.0, SETTINGS.evaluate_share)
+    assert period > SETTINGS.evaluate_every
+    train(model, optimizer, [DATA])
+    other = auto(mlp(5, 4, 3))
+    other.load_state_dict(optimizer.state_dict())
+    assert other._rule.rule.period == optimizer._rule.rule.period == period
 
 
 # Losses that F describes badly ----------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class Evaluation:
     Q         (k, k) dᵢᵀ F dⱼ, float64
     loss      the mean −log p of a target; None: the targets are not known
     slopes    (k,) its derivatives along the directions, on the examples that Q is of; zero if it is not known
-    examples  the number of these examples
+    targets   the number of targets of these examples
+    part      the part of all examples that they are
     loss_now  computes the loss again, at the current parameters, on the same examples and random numbers
     weight    of this loss in that of all batches
     refused   why forward-mode AD was unavailable; None: it was available
@@ -42,7 +43,8 @@ class Evaluation:
     Q: Tensor
     loss: float | None
     slopes: Tensor
-    examples: int
+    targets: int
+    part: float = 1.0
     loss_now: Callable[[], float] = lambda: math.nan
     weight: float = 1.0
     refused: str | None = None
@@ -67,7 +69,8 @@ def evaluate(
     head: finds the model's output
     """
     parts: list[Evaluation] = []
-    for i, (batch, count) in enumerate(zip(batches, evaluated_counts(batches, everything), strict=True)):
+    counts = evaluated_counts(batches, likelihood, everything)
+    for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         if not count and len(batches) > 1:
             continue
         subset = batch.subset(count)
@@ -90,7 +93,7 @@ def evaluate(
             )
         run = partial(output_of, model, x, seed + i, batch.class_dim, head)
         parts.append(_part(model, x, seed + i, found, batch, subset, likelihood, run))
-    return _merged(parts)
+    return replace(_merged(parts), part=sum(counts) / sum(examples(batch.x) for batch in batches))
 
 
 def declared_slope(
@@ -107,13 +110,13 @@ def declared_slope(
     return total
 
 
-def why_undivided(model: nn.Module, batches: Sequence[Batch], head: Head | None) -> str | None:
+def why_undivided(model: nn.Module, batches: Sequence[Batch], likelihood: Likelihood, head: Head | None) -> str | None:
     """Why a model cannot be run on a subset of a batch; None: it can.
 
     In eval mode a subset must give the rows that the whole batch gives. It does not if the first dimension is time.
     """
     batch = batches[0]
-    subset = batch.subset(evaluated_counts(batches, everything=False)[0])
+    subset = batch.subset(evaluated_counts(batches, likelihood, everything=False)[0])
     if subset.everything:
         return None
     training = [module for module in model.modules() if module.training]
@@ -155,14 +158,15 @@ def _part(
     Q = curvature(model, found, likelihood, seed, counted).cpu()
     if not finite(Q):
         raise WhiteningError("the model's output, or its change along the step, is not finite on this batch")
+    number = _counted_targets(likelihood, found.output, counted)
     if targets is None:
-        return Evaluation(Q, None, Q.new_zeros(len(Q)), examples(x), refused=found.refused)
+        return Evaluation(Q, None, Q.new_zeros(len(Q)), number, refused=found.refused)
     return Evaluation(
         Q,
         targets.mean(found.output),
         Q.new_tensor(targets.slopes(found.output, found.along)),
-        examples(x),
-        lambda: targets.mean(run()),
+        number,
+        loss_now=lambda: targets.mean(run()),
         weight=targets.multiple(),
         refused=found.refused,
     )
@@ -177,25 +181,42 @@ def _merged(parts: Sequence[Evaluation]) -> Evaluation:
         Q=torch.stack([weight * part.Q for weight, part in weighted]).sum(dim=0),
         loss=sum(losses) if len(losses) == len(parts) else None,
         slopes=torch.stack([weight * part.slopes for weight, part in weighted]).sum(dim=0),
-        examples=sum(part.examples for part in parts),
+        targets=sum(part.targets for part in parts),
         loss_now=lambda: sum(weight * part.loss_now() for weight, part in weighted),
         refused=next((part.refused for part in parts if part.refused is not None), None),
     )
 
 
-def evaluated_counts(batches: Sequence[Batch], everything: bool) -> list[int]:
+def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everything: bool) -> list[int]:
     """On how many examples of each batch the quadratic model is evaluated: of the first ones, until they are enough.
 
-    Never on a single one of several, because BatchNorm needs a variance.
+    Targets are counted, because an example may have many: a sequence has one for each token, an image one for each
+    pixel. Never on a single example of several, because BatchNorm needs a variance.
     """
     lengths = [examples(batch.x) for batch in batches]
     total = sum(lengths)
-    enough = total if everything else max(int(SETTINGS.evaluated_part * total), min(total, SETTINGS.evaluated_least))
+    enough = total
+    if not everything:
+        targets = sum(_targets_of(batch, likelihood) for batch in batches)
+        least = math.ceil(SETTINGS.evaluated_least * total / max(1, targets))
+        enough = min(total, max(int(SETTINGS.evaluated_part * total), least, 2))
     left = [enough - before for before in accumulate(lengths, initial=0)]
     return [
         batch.subset(min(n, length)).count if n > 1 or n == length == 1 else 0
         for batch, n, length in zip(batches, left, lengths, strict=False)
     ]
+
+
+def _targets_of(batch: Batch, likelihood: Likelihood) -> int:
+    """The number of targets that the loss counts; of examples, if the output is not known."""
+    if batch.left is None:
+        return examples(batch.x)
+    return _counted_targets(likelihood, batch.left.output, nontrivial(batch.counted(likelihood)))
+
+
+def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | None) -> int:
+    counted = likelihood.counted(output, counted)
+    return likelihood.targets(output) if counted is None else int(counted.sum())
 
 
 # Products of directions -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
   the loss.
 - Damping: λ, split between Ž and D by their mean eigenvalues, doubles if the loss fell by less than a quarter of what
   the model predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
-- Averages: α, β and μ are averaged over evaluations, which are made at every tenth step after the first ten.
+- Averages: α, β and μ are averaged over evaluations: at the first ten steps, at every tenth, later as run time allows.
 - Undo: if the loss blew up, the last update is undone, and the next ones go less far.
 """
 
@@ -46,8 +46,11 @@ class AutoRule(AutoState):
     settings: AutoSettings = SETTINGS
 
     def evaluates(self, t: int) -> bool:
-        """Whether the quadratic model is evaluated at step t."""
-        return t < self.evaluate_until or t % self.settings.evaluate_every == 0
+        """Whether the quadratic model is evaluated at step t: always while less than the whole bound is allowed."""
+        every = self.settings.evaluate_every
+        period = every if self.period is None or t < 10 * every else max(every, self.period)
+        cautious = self.caution < 1 and self.loss is not None
+        return t < self.evaluate_until or cautious or t % period == 0
 
     # Damping ----------------------------------------------------------------------------------------------------------
 
@@ -154,7 +157,7 @@ class AutoRule(AutoState):
         if found.loss is None or not math.isfinite(found.loss):
             self.ratio = None
             return
-        keep = max(1 - found.examples / self.settings.evaluated_least, self.settings.keep)
+        keep = max(1 - found.targets / self.settings.evaluated_least, self.settings.keep)
         self.loss = found.loss if self.loss is None else keep * self.loss + (1 - keep) * found.loss
 
     # Bounds -----------------------------------------------------------------------------------------------------------

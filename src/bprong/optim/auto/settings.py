@@ -12,9 +12,11 @@ class AutoSettings:
     """The constants of the rule; docs/auto.md shows what happens without the mechanisms they belong to.
 
     evaluate_every    the quadratic model is evaluated at this many steps at the start and after an undone update, and
-                      then once in as many steps,
-    evaluated_part    on this part of a batch,
-    evaluated_least   but on no fewer examples than this
+                      then once in as many steps
+    evaluate_share    the share of run time that evaluations may take after ten times as many steps: they are made less
+                      often if they would take more
+    evaluated_part    the part of a batch that an evaluation is made on,
+    evaluated_least   and its least number of targets
     early_refreshes   steps at which statistics are measured again, since the first steps are the largest
     initial_lambda    λ at the start
     well              the ratio of the actual to the predicted decrease above which λ falls; it rises below 1 − well
@@ -35,7 +37,8 @@ class AutoSettings:
     """
 
     evaluate_every: int = 10
-    evaluated_part: float = 0.125
+    evaluate_share: float = 0.1
+    evaluated_part: float = 0.25
     evaluated_least: int = 64
     early_refreshes: tuple[int, ...] = (2, 6)
     initial_lambda: float = 1e-3
@@ -43,7 +46,7 @@ class AutoSettings:
     raise_lambda: float = 2.0
     lower_lambda: float = 1.1
     negligible: float = 0.01
-    sampling: float = 0.1
+    sampling: float = 0.3
     keep: float = 0.8
     least_trust: float = 0.05
     most_momentum: float = 0.95
@@ -78,6 +81,7 @@ class AutoState:
     curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
     ratio            of the actual to the predicted decrease; None: unknown
     evaluate_until   the step until which all are evaluated
+    period           steps between evaluations that `evaluate_share` asks for; None: not known yet
     scale            of the user's loss relative to the mean −log p of a target
     everything       whether the model cannot be run on a subset of a batch
     forward_mode     whether forward-mode AD is available
@@ -100,6 +104,7 @@ class AutoState:
     curvature_ratio: float = 1.0
     ratio: float | None = None
     evaluate_until: int = SETTINGS.evaluate_every
+    period: int | None = None
     scale: float = 1.0
     everything: bool = False
     forward_mode: bool = True

@@ -23,7 +23,7 @@ from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, States, StepRule
 from bprong.optim.spectral import SpectralDirection, check_momentum
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.schedule import mixed
+from bprong.whitening.schedule import evaluation_period, mixed
 from bprong.whitening.side import Side, SideName
 
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
@@ -117,6 +117,9 @@ class Automatic(StepRule):
         slopes = {name: dot(values, d) for name, d in directions.items() if evaluates or name == "whitened"}
         found = self._evaluate(list(directions.values()), gradients) if evaluates else None
         metric = None if found is None else metrics(directions, groups)
+        if found is not None and rule.period is None:
+            count = len(directions.keys() | {"last"})
+            rule.period = evaluation_period(layers.values(), count, found.part, rule.settings.evaluate_share)
         c = rule.choose(gradients.t, slopes, found, metric, lr)
         _update_(directions, c, groups, gradients.states)
         self.moved = list(groups)
@@ -192,7 +195,7 @@ class Automatic(StepRule):
 
     def _evaluate(self, directions: list[Direction], gradients: Gradients) -> Evaluation:
         if not self.rule.everything and not self._is_divisible:
-            undivided = why_undivided(self._model, gradients.batches, self._head)
+            undivided = why_undivided(self._model, gradients.batches, self._likelihood, self._head)
             self._is_divisible = undivided is None
             self.rule.everything = undivided is not None
         else:
