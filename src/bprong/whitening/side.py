@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from bprong.linalg.blocks import Blocks
@@ -53,7 +52,7 @@ class Side:
     factor:           (Ž+ε)⁻¹ or (D+ε)⁻¹; None: the identity
     refreshed_at:     the step at which the factor was last computed
     mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
-    off_white:        ‖UŽUᵀ − I‖ / ‖I‖ of the last batch measured, before it changed the factor
+    last_drift:       what `drift` returned when the factor was last compared with new moments
     interval:         periods between two measurements, by drift; None before the first one
     failures:         consecutive refreshes that failed
     """
@@ -67,7 +66,7 @@ class Side:
     refreshed_at: int | None = None
     mean_eigenvalue: float | None = None
     observations: float = 0.0
-    off_white: float | None = None
+    last_drift: float | None = None
     interval: int | None = None
     failures: int = 0
 
@@ -82,11 +81,11 @@ class Side:
         A measurement that is not finite does not enter the average. It is returned as it is, for its factorisation to
         report the failure.
         """
-        dtype = torch.float64 if self.factor is None else self.factor.dtype
-        self.off_white = distance_from_white(self.factor, new.second_in(dtype))
         if new.finite:
             if keep and self.moments is not None and (self.moments.mean is None) == (new.mean is None):
-                new = self.moments.average(new, keep)
+                new = self.moments.average_(new, keep)
+            else:
+                new = new.copy()
             self.moments = new
             self.mean_eigenvalue = float(new.variances.mean())
         self.observations = new.weight
@@ -99,7 +98,8 @@ class Side:
         damped = moments.second_in(self.factor.dtype)
         diagonal = damped.diagonal(dim1=-2, dim2=-1)
         diagonal.add_(damping.amounts(diagonal))
-        return distance_from_white(self.factor, damped)
+        self.last_drift = distance_from_white(self.factor, damped)
+        return self.last_drift
 
     def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
         """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
@@ -137,7 +137,7 @@ class Side:
         self.backoff = Backoff(**state["backoff"])
         for key in _SAVED:
             setattr(self, key, state[key])
-        self.off_white = None
+        self.last_drift = None
         self.failures = 0
 
 
