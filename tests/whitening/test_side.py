@@ -11,10 +11,10 @@ from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, inverse
 from bprong.linalg.factors import Dense, LowRank
-from bprong.linalg.moments import Moments, input_moments
+from bprong.linalg.moments import Moments
 from bprong.whitening import side as side_module
 from bprong.whitening.side import LONGEST_BACKOFF, LOW_RANK_ERROR, LOW_RANK_FROM, Backoff, Side
-from helpers import assert_close, spd
+from helpers import assert_close, input_moments, spd
 
 LIKE = torch.empty(0, dtype=torch.float64)
 DAMPING = Damping(0.1)

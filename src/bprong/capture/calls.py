@@ -60,6 +60,11 @@ class Call:
         """Whether its rows are positions of sequences."""
         return self.geometry is None and len(self.shape) > 2
 
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return self.shape.numel() // self.shape[-1 if self.geometry is None else -1 - len(self.geometry.kernel)]
+
     def errors(self, delta: Tensor) -> Tensor:
         """δ, with the entries of the output, as rows (rows, groups, out)."""
         delta = (delta.values() if delta.is_nested else delta).reshape(self.shape)
@@ -74,7 +79,7 @@ class Call:
         """Adds the rows of δ to the sums behind D."""
         rows = self.errors(delta)
         for chunk in torch.split(rows, _rows_at_once(rows[0].numel())):
-            sums.add(block_rows(chunk, self.weight.outputs))
+            sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
     def inputs(self) -> Iterator[tuple[slice, Tensor]]:
         """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory: (which rows, chunk)."""
@@ -103,7 +108,7 @@ class Call:
             if self.weight.one_hot:
                 sums.count(rows, blocks.count)
             else:
-                sums.add(block_rows(rows, blocks))
+                sums.add(block_rows(rows, blocks), self.rows if counted is None else int(counted.sum()))
 
 
 def _rows_at_once(features: int) -> int:

@@ -53,6 +53,8 @@ class LayerMoments:
 
 def merged(parts: Sequence[LayerMoments]) -> LayerMoments:
     """The moments of several batches, as if they had been one."""
+    if len(parts) == 1:
+        return parts[0]
     delta = _together(part.delta for part in parts)
     if delta is not None:  # the errors of batches that did not reach the layer are zero
         delta = replace(delta, weight=delta.weight + sum(part.targets for part in parts if part.delta is None))

@@ -94,7 +94,10 @@ class Moments:
         if new.as_rows:
             scatter = add_products_(self.values, new.values, keep)
         else:
-            scatter = self.values.mul_(keep).add_(new.values)
+            scatter = self.values
+            parts = (torch.split(values, PANEL, dim=-2) for values in (scatter, new.values))
+            for panel, added in zip(*parts, strict=True):
+                panel.mul_(keep).add_(added)  # which makes a converted copy of what is added
         if self.mean is None or new.mean is None:
             return Moments(weight, None, scatter)
         difference = new.mean - self.mean
@@ -104,7 +107,8 @@ class Moments:
         return Moments(weight, mean, add_outer(scatter, difference, difference, between, out=scatter))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weight": self.weight, "mean": self.mean, "scatter": self.scatter}
+        """A copy, since averages change in place."""
+        return {"weight": self.weight, "mean": self.mean, "scatter": self.copy().values}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], device: torch.device) -> Moments:
@@ -122,6 +126,12 @@ class Sums:
     subtracted. The first chunk is a part of the rows, so that with k chunks o is at most √k standard deviations from
     their mean, and the subtraction loses at most a factor of about k in accuracy. Rows that are fewer than their
     features are kept as they are, which takes less memory than their products.
+
+    >>> sums = Sums(centre=True)
+    >>> sums.add(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
+    >>> found = sums.moments()
+    >>> found.mean.tolist(), found.second.tolist()
+    ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
     """
 
     def __init__(self, centre: bool) -> None:
@@ -132,8 +142,8 @@ class Sums:
         self._kept: list[Tensor] = []
         self._summed: Tensor | None = None
 
-    def add(self, rows: Tensor) -> None:
-        """Add rows (n, d), or (n, blocks, d)."""
+    def add(self, rows: Tensor, expected: int = 0) -> None:
+        """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
         rows = rows.detach()
         if self._origin is None:
             rows = rows.to(float64_device(rows), _precision(rows))
@@ -143,7 +153,7 @@ class Sums:
             own = own - self._origin
             self._sum = self._sum + own.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
-        if self._summed is None and self.rows < rows.shape[-1]:
+        if self._summed is None and max(self.rows, expected) < rows.shape[-1]:
             self._kept.append(own if self._centre else own.clone())
             return
         if self._summed is None:
@@ -159,7 +169,11 @@ class Sums:
         self._summed = counts if self._summed is None else self._summed + counts
 
     def moments(self, weight: float | None = None) -> Moments:
-        """Their moments; weight: what they are divided by, None: the number of rows."""
+        """Their moments, to be taken once; weight: what they are divided by, None: the number of rows.
+
+        D is divided by the number of targets. Where one weight acts at many positions, the score of an example is the
+        sum over positions, and so is its Fisher matrix: the mean over positions would lose a factor of their number.
+        """
         weight = float(self.rows) if weight is None else weight
         mean = self._origin + self._sum / self.rows if self._centre and self._origin is not None else None
         if self._summed is None:
@@ -207,29 +221,6 @@ def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:
     return scatter
 
 
-def input_moments(z: Tensor, centre: bool = True, blocks: int = 0) -> Moments:
-    """c and Ž from a batch of layer inputs z (..., d), or (..., blocks, d); every row counts once.
-
-    >>> m = input_moments(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
-    >>> m.mean.tolist(), m.second.tolist()
-    ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
-    """
-    sums = Sums(centre)
-    sums.add(rows_of(z, blocks))
-    return sums.moments()
-
-
-def error_moments(delta: Tensor, targets: int, blocks: int = 0) -> Moments:
-    """D from errors δ (..., d) of a *summed* negative log-likelihood: Σ δδᵀ over all rows, divided by `targets`.
-
-    Where one weight acts at many positions, the score of an example is the sum over positions, and so is its Fisher
-    matrix: averaging over positions instead would lose a factor of their number.
-    """
-    sums = Sums(centre=False)
-    sums.add(rows_of(delta, blocks))
-    return sums.moments(float(targets))
-
-
 def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
     """(rows, groups, features) → the rows that moments are taken of: (rows · positions, size), or with `lead` between.
 
@@ -262,15 +253,6 @@ def add_outer(M: Tensor, a: Tensor, b: Tensor, alpha: float, out: Tensor | None 
     if M.ndim == 2:
         return torch.addr(M, a, b, alpha=alpha, out=out)
     return torch.baddbmm(M, a.unsqueeze(-1), b.unsqueeze(-2), alpha=alpha, out=out)
-
-
-def rows_of(values: Tensor, blocks: int = 0) -> Tensor:
-    """(..., d) → (rows, d), or (..., blocks, d) → (rows, blocks, d)."""
-    if values.ndim < 1 or values.numel() == 0:
-        raise ValueError(
-            f"moments need at least one row of at least one feature, not a tensor of {tuple(values.shape)}"
-        )
-    return values.reshape(-1, *values.shape[-2 if blocks else -1 :])
 
 
 def float64_copy(values: Tensor) -> Tensor:

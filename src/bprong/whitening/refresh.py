@@ -164,7 +164,7 @@ class Whitening:
             refresh(self.layers, updated, self.schedule, damping, take, new & self.unused)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
-            seen = [self.layers[name] for name, found in measured.items() if found.z is not None]
+            seen = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             self.schedule.every = period_for(seen, overhead)
 
     # Measuring --------------------------------------------------------------------------------------------------------
