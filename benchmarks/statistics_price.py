@@ -23,7 +23,10 @@ neither the tensors seen from Python nor the size of the process would show exac
 made, so that a release is never of unknown size, and the third step is measured, so that parameters, moments and
 factors are there already and new ones replace them. Python's garbage collector runs before each step and at no other
 time; what it releases then would otherwise stay until it runs by itself. Libraries that allocate memory by themselves
-are not seen.
+are not seen. The ratio of the two peaks says how much a due step adds to the passes themselves. It counts neither the
+parameters nor what the optimizer holds all the time, and is large where the batch is small and a layer is wide, because
+the memory of a factorisation does not depend on the batch. The ratio of all memory, of such a step to another one, says
+how much more memory training needs because some of its steps are due.
 """
 
 from __future__ import annotations
@@ -85,6 +88,7 @@ class Row:
     passes:  the peak of memory within the forward and backward pass of the step that measures
     held:    memory that the optimizer holds between steps
     garbage: memory of the step before that only the garbage collector releases
+    base:    memory of the model and of the batch, before the user's forward pass
     """
 
     problem: str
@@ -97,6 +101,13 @@ class Row:
     passes: float = math.nan
     held: float = math.nan
     garbage: float = math.nan
+    base: float = math.nan
+
+    @property
+    def whole(self) -> float:
+        """All memory at the peak of a step that measures, relative to that of a step that does not."""
+        there = self.base + self.held
+        return (there + self.due) / (there + self.user)
 
 
 # In a process for each code -------------------------------------------------------------------------------------------
@@ -159,6 +170,7 @@ class Measurements:
             "passes": due.passes,
             "held": due.live - user.live,
             "garbage": due.garbage,
+            "base": user.live,
         }
 
     def _peaks(self, trained: bool, steps: int) -> Peaks:
@@ -316,11 +328,12 @@ def memory_table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.measure == MEMORY:
             cells = [f"{value:.3f}" for value in (row.user, row.passes, row.due, row.held, row.garbage)]
-            ratios = [f"{row.passes / row.user:.2f}", f"{row.due / row.user:.2f}"]
+            ratios = [f"{ratio:.2f}" for ratio in (row.passes / row.user, row.due / row.user, row.whole)]
             lines.append([PROBLEMS[row.problem].title, row.code, *cells, *ratios])
     titles = ["problem", "code", "user's pass, MB", "pass of a due step, MB", "due step, MB", "held between steps, MB"]
     titles.append("left to the garbage collector, MB")
-    return markdown([*titles, "pass / user's pass", f"due step / user's pass (bar {MEMORY_BAR})"], lines)
+    titles += ["pass / user's pass", f"due step / user's pass (bar {MEMORY_BAR})", "all memory, due / other step"]
+    return markdown(titles, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

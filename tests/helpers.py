@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bprong import WhitenedLinear
+from bprong.linalg.moments import Moments, Sums
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -40,6 +41,20 @@ def mlp(*widths: int, bias: bool = True, dtype=torch.float64, phi=nn.Tanh) -> nn
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, bias=bias, dtype=dtype), phi()]
     return nn.Sequential(*layers[:-1])
+
+
+def input_moments(z: Tensor, centre: bool = True, blocks: int = 0) -> Moments:
+    """c and Ž of inputs z (..., d), or (..., blocks, d)."""
+    sums = Sums(centre)
+    sums.add(z.reshape(-1, *z.shape[-2 if blocks else -1 :]))
+    return sums.moments()
+
+
+def error_moments(delta: Tensor, targets: int) -> Moments:
+    """D of errors δ (..., d): Σ δδᵀ over all rows, divided by `targets`."""
+    sums = Sums(centre=False)
+    sums.add(delta.reshape(-1, delta.shape[-1]))
+    return sums.moments(float(targets))
 
 
 def classification(n: int, features: int, classes: int, dtype=torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:

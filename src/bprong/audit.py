@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import errors_of, roots_of
+from bprong.capture.backprop import roots_of, send_back
+from bprong.capture.calls import Call
 from bprong.capture.output import Output
 from bprong.capture.own_pass import recorded_run
 from bprong.capture.weights import WeightMatrix, weight_matrix_of
@@ -98,15 +99,22 @@ def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFa
             raise ValueError(
                 "a layer is called more than once in a forward pass; the audit supports one call of each layer"
             )
-        for call, errors in errors_of(output, calls, roots_of(output.values, None, likelihood, "exact")):
-            z_bar = z_bars[call.weight.name]
-            R = getattr(call.weight.module, "R", None)
-            delta = float64_copy(errors) if R is None else float64_copy(errors) @ float64_copy(R).T
-            if not (finite(z_bar) and finite(delta)):
-                raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
-            yield FisherFactors(
-                call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), likelihood.targets(output.values)
+        targets = likelihood.targets(output.values)
+        for root in roots_of(output.values, None, likelihood, "exact"):
+            errors: dict[Call, Tensor] = {}
+            send_back(output, calls, root, errors.__setitem__)
+            yield from (
+                _factors(call, z_bars[call.weight.name], errors[call], targets) for call in calls if call in errors
             )
+
+
+def _factors(call: Call, z_bar: Tensor, errors: Tensor, targets: int) -> FisherFactors:
+    """The factors of the layer of a call, for one root."""
+    R = getattr(call.weight.module, "R", None)
+    delta = float64_copy(errors) if R is None else float64_copy(errors) @ float64_copy(R).T
+    if not (finite(z_bar) and finite(delta)):
+        raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
+    return FisherFactors(call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), targets)
 
 
 def _own_inputs(weight: WeightMatrix, z: Tensor) -> Tensor:

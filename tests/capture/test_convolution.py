@@ -119,7 +119,7 @@ def test_channels_only_is_one_block_that_all_kernel_positions_share():
     assert_close(conv.bias - b, -0.01 * (RR @ g_b) + 0.01 * torch.einsum("ochw,c->o", step, c), 1e-9)
 
 
-@pytest.mark.parametrize("most", [1, 50, 200, 10**6])
+@pytest.mark.parametrize("most", [1, 5, 20, 10**6])
 def test_patches_in_chunks_are_the_patches(most):
     z = torch.randn(3, 4, 7, 6)
     geometry = Geometry.of([3, 2], 2, 1, 1, 2)
@@ -131,6 +131,7 @@ def test_patches_in_chunks_are_the_patches(most):
 
 def test_masks_are_split_into_chunks_as_rows_are(monkeypatch):
     monkeypatch.setattr("bprong.capture.calls.CHUNK", 40)
+    monkeypatch.setattr("bprong.capture.calls.FEWEST_ROWS", 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     x = torch.randn(7, 2, 5, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which backward passes are training: those that compute gradients of the parameters."""
+"""Which backward passes are training: those that compute gradients of the parameters, for `.grad` or for the user."""
 
 import threading
 
@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bprong.capture.passes import reaches
+from bprong.capture.passes import destination
 
 PASSES = {
     "backward": (lambda f, x, w: f.sum().backward(), True),
     "backward to w": (lambda f, x, w: f.sum().backward(inputs=[w]), True),
-    "backward to x": (lambda f, x, w: f.sum().backward(inputs=x), False),
-    "grad of x": (lambda f, x, w: torch.autograd.grad(f.sum(), x, create_graph=True), False),
-    "grad of both": (lambda f, x, w: torch.autograd.grad(f.sum(), [x, w]), True),
-    "grad of a generator": (lambda f, x, w: torch.autograd.grad(f.sum(), (p for p in [w])), True),
+    "backward to x": (lambda f, x, w: f.sum().backward(inputs=x), None),
+    "grad of x": (lambda f, x, w: torch.autograd.grad(f.sum(), x, create_graph=True), None),
+    "grad of both": (lambda f, x, w: torch.autograd.grad(f.sum(), [x, w]), False),
+    "grad of a generator": (lambda f, x, w: torch.autograd.grad(f.sum(), (p for p in [w])), False),
 }
 
 
@@ -25,7 +25,7 @@ def reached_by(backward, parameters):
     w = nn.Parameter(torch.randn(3, 2))
     found = []
     f = x @ w
-    f.register_hook(lambda g: found.append(reaches(parameters(x, w))))
+    f.register_hook(lambda g: found.append(destination(parameters(x, w))))
     backward(f, x, w)
     return found
 
@@ -41,8 +41,8 @@ def test_one_of_several_parameters_is_enough_and_frozen_ones_are_not():
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     backward, _ = PASSES["backward"]
     assert reached_by(backward, lambda x, w: [other, w]) == [True]
-    assert reached_by(backward, lambda x, w: [other, frozen]) == [False]
-    assert reached_by(backward, lambda x, w: []) == [False]
+    assert reached_by(backward, lambda x, w: [other, frozen]) == [None]
+    assert reached_by(backward, lambda x, w: []) == [None]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -52,7 +52,7 @@ def test_a_backward_pass_through_a_checkpoint_reaches_the_parameters_behind_it(r
     z = checkpoint(layer, torch.randn(4, 3, requires_grad=True), use_reentrant=reentrant)
     head = nn.Linear(3, 2)
     f = head(z)
-    f.register_hook(lambda g: found.append(reaches(head.parameters())))
+    f.register_hook(lambda g: found.append(destination(head.parameters())))
     f.sum().backward()
     assert found == [True]
     assert layer.weight.grad is not None
@@ -62,7 +62,7 @@ def test_a_backward_pass_in_another_thread_reaches_the_parameters():
     layer = nn.Linear(3, 2)
     output = layer(torch.randn(4, 3))
     found = []
-    output.register_hook(lambda g: found.append(reaches(layer.parameters())))
+    output.register_hook(lambda g: found.append(destination(layer.parameters())))
     thread = threading.Thread(target=output.square().sum().backward)
     thread.start()
     thread.join()

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from bprong.errors import WhiteningError
 from bprong.linalg.damped_inverse import Damping, inverse, inverses_of_equals, root_of
-from bprong.linalg.moments import input_moments
-from helpers import EPS, assert_close, spd
+from helpers import EPS, assert_close, input_moments, spd
 
 SOLVERS = ["eigh", "cholesky", "symmetric"]
 solvers = st.sampled_from(SOLVERS)

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bprong import Damping, WhiteningError
 from bprong.linalg.blocks import Blocks
-from bprong.linalg.moments import Moments, input_moments
+from bprong.linalg.moments import Moments
 from bprong.network.continuous import DRIFT, Track, centred_rows, damping_rows, near_identity
 from bprong.network.coordinates import Change, quotient
-from helpers import EPS, assert_close, spd
+from helpers import EPS, assert_close, input_moments, spd
 
 EYE = torch.eye(8, dtype=torch.float64)
 

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bprong
 from bprong import Damping, WhiteningWarning
 from bprong.linalg.damped_inverse import root_of
-from bprong.linalg.moments import input_moments
 from bprong.network.continuous import centred_rows
 from bprong.network.layers import WhitenedLayer
-from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
+from helpers import assert_close, assert_unchanged, classification, input_moments, layers_of, mlp, snapshot
 
 NOW = {"refresh": "continuous", "forward_every": 1, "backward_every": 1, "backward_offset": 0}
 

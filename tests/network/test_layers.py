@@ -12,8 +12,7 @@ from torch import nn
 
 from bprong import WhitenedLinear, WhiteningError
 from bprong.linalg.damped_inverse import root_of
-from bprong.linalg.moments import input_moments
-from helpers import assert_close, assert_unchanged, snapshot
+from helpers import assert_close, assert_unchanged, input_moments, snapshot
 
 
 def invertible(d, seed, dtype=torch.float64):

@@ -8,9 +8,8 @@ import bprong
 from bprong.capture.measure import record
 from bprong.likelihood.families import Categorical
 from bprong.linalg.damped_inverse import root_of
-from bprong.linalg.moments import input_moments
 from bprong.network.coordinates import carry_, holders_for, transports_for
-from helpers import assert_close, classification, layers_of, mlp
+from helpers import assert_close, classification, input_moments, layers_of, mlp
 
 SOLVERS = ["eigh", "cholesky", "symmetric"]
 

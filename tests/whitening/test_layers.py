@@ -12,11 +12,10 @@ from bprong.capture.measure import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.damped_inverse import Damping, inverse
-from bprong.linalg.moments import error_moments, input_moments
 from bprong.whitening import layers as layers_module
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import update
-from helpers import assert_close, mlp, snapshot
+from helpers import assert_close, error_moments, input_moments, mlp, snapshot
 
 f64 = torch.float64
 EPSILON = {"forward": Damping(0.1), "backward": Damping(0.03)}

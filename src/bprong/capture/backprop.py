@@ -5,12 +5,14 @@ Also which rows of a call belong to targets that count, and whether the recorded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bprong.capture.calls import Call
 from bprong.capture.output import Output
@@ -66,14 +68,56 @@ def of_targets(root: Tensor, counted: Tensor) -> Tensor:
     return (root.reshape(len(counted), -1) * counted.view(-1, 1)).view_as(root)
 
 
-def errors_of(output: Output, calls: Sequence[Call], roots: Iterable[Tensor]) -> Iterator[tuple[Call, Tensor]]:
-    """δ of every call that the output depends on, for one root after the other."""
-    edges = {call: call.edge for call in calls if call.edge is not None}
-    if edges and not output.edges:
+def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callable[[Call, Tensor], None]) -> None:
+    """Propagates a gradient at the output back and gives each call its δ, if one arrives there.
+
+    They arrive one after the other and are not kept, so that `take` should not keep them either. Autograd computes
+    gradients only on the way to those that are asked for, so the calls behind which there is no other are asked for.
+    """
+    by_node: dict[Node, list[Call]] = {}
+    for call in calls:
+        if call.edge is not None:
+            by_node.setdefault(call.edge.node, []).append(call)
+    if not by_node:
+        return
+    if not output.edges:
         raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
-    for root in roots if edges else ():
-        deltas = output.gradients(root, list(edges.values()))
-        yield from ((call, delta) for call, delta in zip(edges, deltas, strict=True) if delta is not None)
+    last = _last_of([edge.node for edge in output.edges], by_node.keys())
+    with ExitStack() as hooks:
+        asked = []
+        for node, own in by_node.items():
+            if node in last:
+                asked += own
+            else:
+                hooks.callback(node.register_prehook(partial(_pass_on, own, take)).remove)
+        deltas = output.gradients(root, [cast(GradientEdge, call.edge) for call in asked])
+    for call, delta in zip(asked, deltas, strict=True):
+        if delta is not None:
+            take(call, delta)
+
+
+def _pass_on(calls: Sequence[Call], take: Callable[[Call, Tensor], None], gradients: Sequence[Tensor | None]) -> None:
+    """A hook that is called before an operation is differentiated, with the gradients of its results."""
+    for call in calls:
+        delta = None if call.edge is None else gradients[call.edge.output_nr]
+        if delta is not None:
+            take(call, delta)
+
+
+def _last_of(starts: Sequence[Node], nodes: Set[Node]) -> set[Node]:
+    """Those of the nodes that lead to no other of them; starts: where a backward pass begins."""
+    leads: dict[Node, bool] = {}  # whether a node leads to one of them; False while it is visited
+    stack = [(node, False) for node in starts]
+    while stack:
+        node, seen = stack.pop()
+        following = [after for after, _ in node.next_functions if after is not None]
+        if seen:
+            leads[node] = any(after in nodes or leads[after] for after in following)
+        elif node not in leads:
+            leads[node] = False
+            stack.append((node, True))
+            stack += [(after, False) for after in following if after not in leads]
+    return {node for node in nodes if not leads.get(node, False)}
 
 
 # Which rows count -----------------------------------------------------------------------------------------------------
@@ -92,7 +136,7 @@ def rows_that_count(
     root = of_targets(_normal(output.values), counted)
     others = [call for call in calls if call not in reached]
     found = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in others}  # False everywhere
-    found |= {call: nonzero_rows(call, delta) for call, delta in errors_of(output, others, [root])}
+    send_back(output, others, root, lambda call, delta: found.update({call: nonzero_rows(call, delta)}))
     targets = output.values.shape[:-1]
     counted = counted.view(targets) if counted.numel() == targets.numel() else counted
     return {call: own | _placed(call, counted, own) for call, own in (found | dict(reached)).items()}
@@ -135,7 +179,8 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
         return set()
     weights = list({call.weight: None for call in edges})
     wanted = [*(get_gradient_edge(weight.weight) for weight in weights), *edges.values()]
-    found = output.gradients(_normal(output.values), wanted)
+    with _without_hooks([weight.weight for weight in weights]):
+        found = output.gradients(_normal(output.values), wanted)
     deltas = [(call, delta) for call, delta in zip(edges, found[len(weights) :], strict=True) if delta is not None]
     return {
         weight.name
@@ -144,6 +189,19 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
             weight, gradient, sum(_product(call, delta) for call, delta in deltas if call.weight is weight)
         )
     }
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights."""
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    try:
+        for own, _ in hooks:
+            own.clear()
+        yield
+    finally:
+        for own, kept in hooks:
+            own.update(kept)
 
 
 def _explained(weight: WeightMatrix, gradient: Tensor | None, product: Tensor | int) -> bool:

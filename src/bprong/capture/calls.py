@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from torch.utils import checkpoint
 from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
-from bprong.linalg.moments import Moments, block_rows, count_moments, error_moments, input_moments
+from bprong.linalg.moments import Sums, block_rows
 
 FARTHEST = 20  # operations between a parameter and a weight that is computed from it
-CHUNK = 2**22  # numbers converted to float64 at once: 32 MB
+CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
+FEWEST_ROWS = 128  # that are copied at once nevertheless
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +60,14 @@ class Call:
         """Whether its rows are positions of sequences."""
         return self.geometry is None and len(self.shape) > 2
 
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return self.shape.numel() // self.shape[-1 if self.geometry is None else -1 - len(self.geometry.kernel)]
+
     def errors(self, delta: Tensor) -> Tensor:
         """δ, with the entries of the output, as rows (rows, groups, out)."""
-        delta = delta.reshape(self.shape)
+        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape)
         if self.geometry is not None:
             delta = delta.movedim(-1 - len(self.geometry.kernel), -1)
         rows = delta[..., self.columns or slice(None)].reshape(
@@ -69,21 +75,21 @@ class Call:
         )
         return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1, 1), 0)
 
-    def error_moments(self, delta: Tensor, targets: int) -> Moments:
-        """D of one call."""
-        blocks = self.weight.outputs
+    def add_errors(self, delta: Tensor, sums: Sums) -> None:
+        """Adds the rows of δ to the sums behind D."""
         rows = self.errors(delta)
-        chunks = torch.split(rows, max(1, CHUNK // rows[0].numel()))
-        found = (error_moments(block_rows(chunk, blocks), targets, blocks.lead) for chunk in chunks)
-        return reduce(Moments.overlay, found)
+        for chunk in torch.split(rows, _rows_at_once(rows[0].numel())):
+            sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
     def inputs(self) -> Iterator[tuple[slice, Tensor]]:
         """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory: (which rows, chunk)."""
+        blocks = self.weight.inputs
         if self.geometry is not None:
-            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, CHUNK)
+            most = _rows_at_once(blocks.groups * blocks.features)
+            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, most)
         else:
-            rows = self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, self.weight.inputs.features)
-            chunks = torch.split(rows, max(1, CHUNK // rows[0].numel()))
+            rows = self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features)
+            chunks = torch.split(rows, _rows_at_once(rows[0].numel()))
         start = 0
         for chunk in chunks:
             yield slice(start, start + len(chunk)), chunk
@@ -95,23 +101,19 @@ class Call:
             counted = ~self.ignored if counted is None else counted & ~self.ignored
         return filter(len, (chunk if counted is None else chunk[counted[rows]] for rows, chunk in self.inputs()))
 
-    def input_moments(self, centre: bool, counted: Tensor | None = None) -> Moments | None:
-        """c and Ž of the rows that count; None if no row does."""
+    def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
+        """Adds the rows of z that count to the sums behind c and Ž."""
         blocks = self.weight.inputs
-        found = (
-            count_moments(rows, blocks.count)
-            if self.weight.one_hot
-            else input_moments(block_rows(rows, blocks), centre, blocks.lead)
-            for rows in self.counted_inputs(counted)
-        )
-        return reduce(merge_moments, found, None)
+        for rows in self.counted_inputs(counted):
+            if self.weight.one_hot:
+                sums.count(rows, blocks.count)
+            else:
+                sums.add(block_rows(rows, blocks), self.rows if counted is None else int(counted.sum()))
 
 
-def merge_moments(
-    a: Moments | None, b: Moments | None, merge: Callable[[Moments, Moments], Moments] = Moments.merge
-) -> Moments | None:
-    """Two moments together, of different rows or (merge=Moments.overlay) of the same targets; None: no rows."""
-    return (a or b) if a is None or b is None else merge(a, b)
+def _rows_at_once(features: int) -> int:
+    """How many rows to sum at once: enough for products to be efficient, few enough to take little memory."""
+    return max(FEWEST_ROWS, CHUNK // features)
 
 
 class Calls(list[Call]):
@@ -164,12 +166,17 @@ class Calls(list[Call]):
         if z.numel() == 0:
             self.empty.add(weight.name)
             return
-        z = z.detach() if z.layout is torch.strided else z.detach().to_dense()
+        z = z.detach()
+        if z.is_nested:
+            z = z.values()
+        elif z.layout is not torch.strided:
+            z = z.to_dense()
         is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
         # If a view is changed in place, its history is that of its base from then on.
         base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a
         edge = get_gradient_edge(base) if a.requires_grad else None
-        self.append(Call(weight, z if is_kept else z.clone(), a.shape, edge, **details))
+        shape = a.values().shape if a.is_nested else a.shape
+        self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
 
     def drop_without_graph(self) -> None:
         """Drop calls without a graph of weights that are trained: no error reaches them."""

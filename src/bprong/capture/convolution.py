@@ -51,8 +51,8 @@ def geometry_of(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
 def patch_rows(z: Tensor, geometry: Geometry, most: int) -> Iterator[Tensor]:
     """The patches of z (N, C, *size) or (C, *size) as rows (rows, groups, C/groups · kernel positions), in chunks.
 
-    Patches overlap, so all of them at once may take many times the memory of z. A chunk has about `most` numbers.
-    Features are in the order of the weight's entries.
+    Patches overlap, so all of them at once may take many times the memory of z. A chunk has `most` rows, or those of
+    one line of an example. Features are in the order of the weight's entries.
 
     >>> next(patch_rows(torch.arange(4.0).view(1, 1, 4), Geometry.of([2]), most=100)).flatten(1).tolist()
     [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
@@ -65,8 +65,10 @@ def patch_rows(z: Tensor, geometry: Geometry, most: int) -> Iterator[Tensor]:
     for dim, (k, s, d) in enumerate(zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)):
         z = z.unfold(3 + dim, d * (k - 1) + 1, s)[..., ::d]  # the kernel positions of this dimension come last
     patches = z.movedim((1, 2), (n + 1, n + 2))  # (N, *output positions, groups, C/groups, *kernel positions), a view
-    for part in torch.split(patches, max(1, most // patches[0].numel())):
-        for chunk in torch.split(part, max(1, most // part[:, 0].numel()), dim=1):  # a single example may be too large
+    positions = patches.shape[1 : n + 1]
+    for part in torch.split(patches, max(1, most // positions.numel())):
+        lines = len(part) * positions[1:].numel()
+        for chunk in torch.split(part, max(1, most // lines), dim=1):  # a single example may be too large
             yield chunk.flatten(0, n).flatten(2)
 
 

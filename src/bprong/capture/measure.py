@@ -6,6 +6,7 @@ depend on how the user's loss is reduced or scaled.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import Fisher, errors_of, nonzero_rows, of_targets, roots_of, rows_that_count, unexplained
-from bprong.capture.calls import Call, Calls, merge_moments
+from bprong.capture.backprop import Fisher, nonzero_rows, of_targets, roots_of, rows_that_count, send_back, unexplained
+from bprong.capture.calls import Call, Calls
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import recorded_run
 from bprong.capture.weights import WeightMatrix, weight_matrix_of
 from bprong.likelihood.families import Likelihood
-from bprong.linalg.moments import Moments, block_rows
+from bprong.linalg.moments import Moments, Sums, block_rows
 
 Chosen = bool | Set[str]  # all layers, none, or those named
 
@@ -30,8 +31,9 @@ class LayerMoments:
     """What was measured of one layer.
 
     z, delta:     moments of its inputs and of its errors; None: not asked for, or nothing reached the layer
-    probe:        the input of its last call, on which outputs of the layer can be compared; None: it was not called
+    called:       whether it was called
     empty:        whether it was called without any row
+    probe:        the input of its last call in a pass of our own, on which outputs of the layer can be compared
     unexplained:  whether its weight is also used in ways that were not recorded
     targets:      the number of targets whose errors were measured, whether they reached the layer or not
     z_rows, delta_rows:
@@ -40,40 +42,48 @@ class LayerMoments:
 
     z: Moments | None = None
     delta: Moments | None = None
-    probe: Tensor | None = None
+    called: bool = False
     empty: bool = False
+    probe: Tensor | None = None
     unexplained: bool = False
     z_rows: list[Tensor] = field(default_factory=list)
     delta_rows: list[Tensor] = field(default_factory=list)
     targets: int = 0
 
-    @property
-    def called(self) -> bool:
-        return self.probe is not None or self.empty
-
-    def add_errors(self, call: Call, delta: Tensor, rows: bool) -> None:
-        """Add the errors of one call, for one gradient at the output."""
-        if rows:
-            self.delta_rows.append(block_rows(call.errors(delta.detach()), call.weight.outputs))
-        else:
-            self.delta = merge_moments(self.delta, call.error_moments(delta, self.targets), Moments.overlay)
-
 
 def merged(parts: Sequence[LayerMoments]) -> LayerMoments:
     """The moments of several batches, as if they had been one."""
-    delta = reduce(merge_moments, (part.delta for part in parts))
+    if len(parts) == 1:
+        return parts[0]
+    delta = _together(part.delta for part in parts)
     if delta is not None:  # the errors of batches that did not reach the layer are zero
         delta = replace(delta, weight=delta.weight + sum(part.targets for part in parts if part.delta is None))
     return LayerMoments(
-        z=reduce(merge_moments, (part.z for part in parts)),
+        z=_together(part.z for part in parts),
         delta=delta,
         probe=next((part.probe for part in reversed(parts) if part.probe is not None), None),
+        called=any(part.called for part in parts),
         empty=any(part.empty for part in parts),
         unexplained=any(part.unexplained for part in parts),
         z_rows=[rows for part in parts for rows in part.z_rows],
         delta_rows=[rows for part in parts for rows in part.delta_rows],
         targets=sum(part.targets for part in parts),
     )
+
+
+def gathered(
+    earlier: Mapping[str, LayerMoments], later: Mapping[str, LayerMoments]
+) -> tuple[Mapping[str, LayerMoments], Mapping[str, LayerMoments]]:
+    """Two batches, with the moments of the layers that both have moved to the later one."""
+    both = earlier.keys() & later.keys()
+    moved = {name: merged([earlier[name], later[name]]) for name in both}
+    left = {name: LayerMoments(called=earlier[name].called, empty=earlier[name].empty) for name in both}
+    return {**earlier, **left}, {**later, **moved}
+
+
+def _together(found: Iterable[Moments | None]) -> Moments | None:
+    present = [moments for moments in found if moments is not None]
+    return reduce(Moments.merge, present) if present else None
 
 
 def record(
@@ -100,11 +110,14 @@ def record(
     """
     weights = [weight_matrix_of(name, layer) for name, (layer, _) in layers.items()]
     with recorded_run(model, weights, x, seed, bool(errors) or counted is not None or verify, head) as (parts, calls):
-        return measure(
+        measured = measure(
             {name: centre for name, (_, centre) in layers.items()}, Output.of(parts, class_dim), calls, y,
             likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted,
             verify=verify,
         )  # fmt: skip
+        for call in calls:
+            measured[call.weight.name].probe = call.z
+        return measured
 
 
 def measure(
@@ -123,6 +136,8 @@ def measure(
     verify:      find out whether all uses of the layers' weights are recorded
     """
     measured = {name: LayerMoments(empty=name in calls.empty) for name in centred}
+    for call in calls:
+        measured[call.weight.name].called = True
     values = output.values
     if likelihood is not None:
         likelihood.check(values)
@@ -135,25 +150,60 @@ def measure(
         if counted is not None:
             roots = map(partial(of_targets, counted=counted), roots)
             targets = int(counted.sum())
-        for name, m in measured.items():
-            m.targets = targets if _is_chosen(name, errors) else 0
-        for call, delta in errors_of(output, [call for call in calls if _is_chosen(call.weight.name, errors)], roots):
-            measured[call.weight.name].add_errors(call, delta, rows)
-            reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
+        chosen = [call for call in calls if _is_chosen(call.weight.name, errors)]
+        masked = {call for call in chosen if counted is not None or call.is_sequence}
+        reached = _add_errors(measured, output, chosen, roots, targets, rows, masked)
+        for name in filter(partial(_is_chosen, chosen=errors), measured):
+            measured[name].targets = targets
     if counted is None:
         counted_rows = _without_padding(calls, reached)
     else:
         counted_rows = rows_that_count(output, calls, counted, reached)
-    for call in calls:
-        m = measured[call.weight.name]
-        m.probe = call.z
-        if _is_chosen(call.weight.name, inputs) and rows:
-            m.z_rows += [block_rows(z, call.weight.inputs) for z in call.counted_inputs(counted_rows.get(call))]
-        elif _is_chosen(call.weight.name, inputs):
-            m.z = merge_moments(m.z, call.input_moments(centred[call.weight.name], counted_rows.get(call)))
+    _add_inputs(measured, [call for call in calls if _is_chosen(call.weight.name, inputs)], centred, counted_rows, rows)
     for name in unexplained(output, calls) if verify else ():
         measured[name].unexplained = True
     return measured
+
+
+def _add_errors(
+    measured: Mapping[str, LayerMoments], output: Output, calls: Sequence[Call], roots: Iterable[Tensor], targets: int,
+    keep_rows: bool, masked: Set[Call],
+) -> dict[Call, Tensor]:  # fmt: skip
+    """Measures δ; returns for some of the calls masks (rows,) of the rows that errors came back to."""
+    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False))
+    reached: dict[Call, Tensor] = {}
+
+    def take(call: Call, delta: Tensor) -> None:
+        if call in masked:
+            reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
+        if keep_rows:
+            rows = block_rows(call.errors(delta.detach()), call.weight.outputs)
+            measured[call.weight.name].delta_rows.append(rows)
+        else:
+            call.add_errors(delta, sums[call.weight.name])
+
+    for root in roots:
+        send_back(output, calls, root, take)
+    for name, own in sums.items():
+        measured[name].delta = own.moments(float(targets))
+    return reached
+
+
+def _add_inputs(
+    measured: Mapping[str, LayerMoments], calls: Iterable[Call], centred: Mapping[str, bool],
+    counted: Mapping[Call, Tensor], keep_rows: bool,
+) -> None:  # fmt: skip
+    """Measures z of the rows that count, by call."""
+    sums = {name: Sums(centre) for name, centre in centred.items()}
+    for call in calls:
+        blocks = call.weight.inputs
+        if keep_rows:
+            found = (block_rows(z, blocks) for z in call.counted_inputs(counted.get(call)))
+            measured[call.weight.name].z_rows += found
+        else:
+            call.add_inputs(sums[call.weight.name], counted.get(call))
+    for name, own in sums.items():
+        measured[name].z = own.moments() if own.rows else None
 
 
 def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> dict[Call, Tensor]:
@@ -189,4 +239,4 @@ def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
 
 def without_errors(measured: Mapping[str, LayerMoments]) -> list[str]:
     """The names of the layers that were called and that no error came back to."""
-    return [name for name, m in measured.items() if m.probe is not None and not (m.delta or m.delta_rows)]
+    return [name for name, m in measured.items() if m.called and m.delta is None and not m.delta_rows]

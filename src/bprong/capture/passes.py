@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from bprong.capture.batches import Batch, OutputGradient, examples
 from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.listener import Listener
-from bprong.capture.measure import LayerMoments
+from bprong.capture.measure import LayerMoments, gathered
 from bprong.capture.output import Head, Output, laid_out, nodes_behind
 from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
@@ -53,7 +54,8 @@ class Pass:
     structure:  what the model returned, without its tensors, if the output is a rearrangement of them
     gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
     number:     which of the results of its operation the output is, if that is where a hook is
-    task:       the backward pass that reached it last
+    task:       the backward pass that reached it last, and whether that pass added to `.grad`
+    is_gathered: whether its moments were added to those of another call
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -70,6 +72,8 @@ class Pass:
     measured: Mapping[str, LayerMoments] | None = None
     number: int | None = None
     task: int = -1
+    accumulated: bool = False
+    is_gathered: bool = False
 
 
 class Batches:
@@ -242,18 +246,29 @@ class Batches:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, begun: Pass, part: int | None, gradient: Tensor) -> None:
-        """When the user's backward pass arrives at a part of the output of a call."""
+    def arrive(self, begun: Pass, part: int | None, gradient: Tensor, accumulates: bool) -> None:
+        """When the user's backward pass arrives at a part of the output of a call.
+
+        accumulates: whether it adds to `.grad`; otherwise it returns gradients, which may be those of the step if no
+                     other pass adds to `.grad`
+        """
         if begun.output is None:  # it was used by an earlier step
             return
+        if not accumulates and any(one.accumulated for one in self.reached):
+            return  # its gradients are for the user's own use
+        self.reached = [one for one in self.reached if one.accumulated == accumulates]
         task = torch._C._current_graph_task_id()
-        if any(one.task != task for one in self.reached) and _all_zero(self.model.parameters()):
+        finished = [one for one in self.reached if one.task != task]
+        if finished and _all_zero(self.model.parameters()):
             self.reached = [one for one in self.reached if one.task == task]  # other gradients were thrown away
+        elif begun.task != task:
+            self._gather(finished)
         if begun not in self.reached:
             self.reached.append(begun)
             begun.gradients = {}
         first = begun.task != task
         begun.task = task
+        begun.accumulated = accumulates
         if part is not None:
             begun.gradients[part] = begun.gradients.get(part, 0) + gradient.detach()
         if first and begun.calls is not None:
@@ -280,6 +295,20 @@ class Batches:
         finally:
             for tensor, before in retained:
                 tensor.grad = before
+
+    def _gather(self, finished: Sequence[Pass]) -> None:
+        """Adds the moments of finished backward passes together, so that one set of them is kept for any number.
+
+        If the gradients of one of them are thrown away, so are those of all the others.
+        """
+        counting = [
+            one
+            for one in finished
+            if one.measured and not one.is_gathered and self._batch(one).counts(self.loss.likelihood)
+        ]
+        for one, following in pairwise(counting):
+            one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
+            one.is_gathered = True
 
     def _batch(self, begun: Pass) -> Batch:
         """A call that a backward pass has reached."""
@@ -328,8 +357,9 @@ def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient
     batches = owner()
     if batches is None or gradient is None or is_own_pass():
         return
-    if reaches(batches.model.parameters()):
-        batches.arrive(begun, part, gradient)
+    accumulates = destination(batches.model.parameters())
+    if accumulates is not None:
+        batches.arrive(begun, part, gradient, accumulates)
 
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:
@@ -345,21 +375,28 @@ def _versions(batch: Any) -> list[int]:
     return [t._version for t in tree_leaves(batch) if isinstance(t, Tensor) and not t.is_inference()]
 
 
-def reaches(parameters: Iterable[Tensor]) -> bool:
-    """Whether the backward pass that is running computes gradients of any of these parameters.
+def destination(parameters: Iterable[Tensor]) -> bool | None:
+    """Whether the backward pass that is running adds the gradients of any of these parameters to `.grad`.
 
-    A pass that asks for other gradients only, such as ∂f/∂x for a gradient penalty, is not training.
+    False: it returns some of them, as `torch.autograd.grad` does. None: it computes none of them, and is not training,
+    such as ∂f/∂x for a gradient penalty.
 
     >>> found = []
     >>> w, x = (torch.tensor([3.0], requires_grad=True) for _ in range(2))
     >>> f = w * x
-    >>> handle = f.register_hook(lambda g: found.append(reaches([w])))
-    >>> _ = torch.autograd.grad(f.sum(), x, create_graph=True)
+    >>> handle = f.register_hook(lambda g: found.append(destination([w])))
+    >>> _ = torch.autograd.grad(f.sum(), x, retain_graph=True)
+    >>> _ = torch.autograd.grad(f.sum(), w, retain_graph=True)
     >>> f.sum().backward()
     >>> found
-    [False, True]
+    [None, False, True]
     """
-    try:
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in parameters if p.requires_grad)
-    except RuntimeError:  # autograd.grad() was asked for the gradient of a parameter
-        return True
+    returned = False
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # autograd.grad() was asked for this gradient
+                returned = True
+    return False if returned else None

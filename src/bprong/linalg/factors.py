@@ -244,10 +244,12 @@ def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for _ in range(ROUNDS):
         basis = torch.linalg.qr(second @ basis)[0]
     product = second @ basis
-    values, rotation = eigenpairs(basis.T @ product)
+    ascending, rotation = eigenpairs(basis.T @ product)
+    values = ascending.flip(0)
+    rotation = rotation.flip(1)
     vectors = basis @ rotation
-    residuals = product @ rotation - vectors * values
-    return values.flip(0), vectors.flip(1), residuals.flip(1)
+    residuals = product @ rotation
+    return values, vectors, residuals.addcmul_(vectors, values, value=-1)
 
 
 def _truncated(

@@ -1,8 +1,9 @@
 """What is measured: the mean and the second moment of z, the second moment of δ.
 
 Fujimoto & Ohira, sections 3.1 and 3.2:  c = E[z],  Ž = E[(z−c)(z−c)ᵀ],  D = E[δδᵀ].
-Everything is float64, whatever the model computes in: float32 covariances of rank 20 in 200 dimensions show dozens of
-negative eigenvalues.
+
+A batch with more rows than features is summed in the precision of the model, at least float32 (`Sums`). Everything
+else is float64: the products of fewer rows, whose rank rounding would hide, averages, and what is computed from them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from bprong.linalg.blocks import Blocks, split
 
+PANEL = 128  # rows of a second moment that are computed at once; of those below, only what is left of the diagonal
+ORDINARY = 1e8  # sizes of numbers, and of their reciprocals, whose squares can be summed in float32
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -24,14 +28,24 @@ class Moments:
 
     weight:   what the scatter is divided by: rows for z, targets for δ; a real number, so that it can decay
     mean:     (d,) E[z], or None where nothing is centred (δ, and z of a layer without a trainable bias)
-    scatter:  (d, d) Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ where nothing is centred
+    values:   (d, d) Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ where nothing is centred
+    as_rows:  values are the rows z−mean, or z, instead: (n, d)
 
-    For a side in n blocks both have a leading dimension: (n, d) and (n, d, d).
+    For a side in n blocks they have one dimension more: (n, d), (n, d, d) and (rows, n, d).
     """
 
     weight: float
     mean: Tensor | None
-    scatter: Tensor
+    values: Tensor
+    as_rows: bool = False
+
+    @property
+    def scatter(self) -> Tensor:
+        """Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ, in float64."""
+        if not self.as_rows:
+            return self.values.to(torch.float64)
+        shape = (*self.values.shape[1:], self.values.shape[-1])
+        return add_products_(self.values.new_zeros(shape, dtype=torch.float64), self.values)
 
     @property
     def second(self) -> Tensor:
@@ -45,28 +59,45 @@ class Moments:
     @property
     def variances(self) -> Tensor:
         """The diagonal of Ž or D."""
-        return self.scatter.diagonal(dim1=-2, dim2=-1) / self.weight
+        if self.as_rows:
+            return self.values.to(torch.float64).square().sum(dim=0) / self.weight
+        return self.values.diagonal(dim1=-2, dim2=-1).to(torch.float64) / self.weight
 
     @property
     def finite(self) -> bool:
-        """Whether every observation was finite: an infinite or NaN row leaves its mark in the scatter."""
-        return finite(self.scatter)
+        """Whether every observation was finite: an infinite or NaN row leaves its mark in the variances."""
+        return finite(self.variances)
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations together (Chan, Golub & LeVeque's pairwise rule)."""
         ours, theirs = (
-            f"{'uncentred' if m.mean is None else 'centred'} moments of shape {tuple(m.scatter.shape)}"
+            f"{'uncentred' if m.mean is None else 'centred'} moments of {tuple(m.variances.shape)} features"
             for m in (self, other)
         )
         if ours != theirs:
             raise ValueError(f"cannot merge {ours} with {theirs}")
         return self.average(other, 1.0)
 
+    def copy(self) -> Moments:
+        """These moments, summed in float64, in memory of their own."""
+        scatter = self.scatter
+        return Moments(self.weight, self.mean, scatter.clone() if scatter is self.values else scatter)
+
     def average(self, new: Moments, keep: float) -> Moments:
         """A running average without bias: the merger of `new` with these moments, whose weight counts `keep` times."""
+        return self.copy().average_(new, keep)
+
+    def average_(self, new: Moments, keep: float) -> Moments:
+        """The same in the memory of these moments, which must be float64 and are not valid afterwards."""
         old = self.weight * keep
         weight = old + new.weight
-        scatter = torch.add(new.scatter, self.scatter, alpha=keep)
+        if new.as_rows:
+            scatter = add_products_(self.values, new.values, keep)
+        else:
+            scatter = self.values
+            parts = (torch.split(values, PANEL, dim=-2) for values in (scatter, new.values))
+            for panel, added in zip(*parts, strict=True):
+                panel.mul_(keep).add_(added)  # which makes a converted copy of what is added
         if self.mean is None or new.mean is None:
             return Moments(weight, None, scatter)
         difference = new.mean - self.mean
@@ -75,52 +106,119 @@ class Moments:
         between = old * new.weight / weight
         return Moments(weight, mean, add_outer(scatter, difference, difference, between, out=scatter))
 
-    def overlay(self, other: Moments) -> Moments:
-        """Adds errors of the same targets (another position, another root): the scatters add, the weight stays."""
-        if self.weight != other.weight:
-            raise ValueError(f"only errors of the same targets overlay, not of {self.weight:g} and {other.weight:g}")
-        return Moments(self.weight, None, self.scatter + other.scatter)
-
     def state_dict(self) -> dict[str, Any]:
-        return {"weight": self.weight, "mean": self.mean, "scatter": self.scatter}
+        """A copy, since averages change in place."""
+        return {"weight": self.weight, "mean": self.mean, "scatter": self.copy().values}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], device: torch.device) -> Moments:
+        """A copy of what `state_dict` returned."""
         mean = state["mean"]
-        return cls(state["weight"], None if mean is None else mean.to(device), state["scatter"].to(device))
+        return cls(state["weight"], None if mean is None else mean.to(device), state["scatter"].to(device, copy=True))
 
 
-def input_moments(z: Tensor, centre: bool = True, blocks: int = 0) -> Moments:
-    """c and Ž from a batch of layer inputs z (..., d), or (..., blocks, d); every row counts once.
+class Sums:
+    """The moments of rows that are added chunk by chunk, in the precision of the model, at least float32.
 
-    >>> m = input_moments(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
-    >>> m.mean.tolist(), m.second.tolist()
+    centre:  whether they are centred at their mean
+
+    Rows z are summed about an origin o, the mean of the first chunk: Σ(z−o)(z−o)ᵀ and s = Σ(z−o). At the end s sᵀ/n is
+    subtracted. The first chunk is a part of the rows, so that with k chunks o is at most √k standard deviations from
+    their mean, and the subtraction loses at most a factor of about k in accuracy. Rows that are fewer than their
+    features are kept as they are, which takes less memory than their products.
+
+    >>> sums = Sums(centre=True)
+    >>> sums.add(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
+    >>> found = sums.moments()
+    >>> found.mean.tolist(), found.second.tolist()
     ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
     """
-    rows = rows_of(z, blocks)
-    if not centre:
-        return Moments(float(len(rows)), None, _scatter(rows))
-    # With the first row as the origin, constant features have a variance of exactly zero, not one of rounding.
-    first = rows[0].clone()
-    rows -= first
-    shift = rows.mean(dim=0)
-    rows -= shift
-    return Moments(float(len(rows)), first + shift, _scatter(rows))
+
+    def __init__(self, centre: bool) -> None:
+        self.rows = 0
+        self._centre = centre
+        self._origin: Tensor | None = None
+        self._sum: Tensor | float = 0.0  # s, float64
+        self._kept: list[Tensor] = []
+        self._summed: Tensor | None = None
+
+    def add(self, rows: Tensor, expected: int = 0) -> None:
+        """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
+        rows = rows.detach()
+        if self._origin is None:
+            rows = rows.to(float64_device(rows), _precision(rows))
+            self._origin = _origin(rows) if self._centre else rows.new_zeros(())
+        own = rows.to(self._origin)
+        if self._centre:
+            own = own - self._origin
+            self._sum = self._sum + own.sum(dim=0).to(torch.float64)
+        self.rows += len(rows)
+        if self._summed is None and max(self.rows, expected) < rows.shape[-1]:
+            self._kept.append(own if self._centre else own.clone())
+            return
+        if self._summed is None:
+            self._summed = own.new_zeros(*own.shape[1:], own.shape[-1])
+        for part in (*self._kept, own):
+            add_products_(self._summed, part)
+        self._kept.clear()
+
+    def count(self, indices: Tensor, features: int) -> None:
+        """Add one-hot rows by the indices of their ones: `features` blocks of one coordinate each."""
+        counts = torch.bincount(indices.flatten(), minlength=features).to(torch.float64).view(-1, 1, 1)
+        self.rows += indices.numel()
+        self._summed = counts if self._summed is None else self._summed + counts
+
+    def moments(self, weight: float | None = None) -> Moments:
+        """Their moments, to be taken once; weight: what they are divided by, None: the number of rows.
+
+        D is divided by the number of targets. Where one weight acts at many positions, the score of an example is the
+        sum over positions, and so is its Fisher matrix: the mean over positions would lose a factor of their number.
+        """
+        weight = float(self.rows) if weight is None else weight
+        mean = self._origin + self._sum / self.rows if self._centre and self._origin is not None else None
+        if self._summed is None:
+            kept = self._kept[0] if len(self._kept) == 1 else torch.cat(self._kept)
+            if isinstance(self._sum, Tensor):
+                kept.sub_(self._sum.to(kept), alpha=1 / self.rows)
+            return Moments(weight, mean, kept, as_rows=True)
+        if isinstance(self._sum, Tensor):
+            total = self._sum.to(self._summed)
+            add_outer(self._summed, total, total, -1 / self.rows, out=self._summed)
+        return Moments(weight, mean, self._summed)
 
 
-def error_moments(delta: Tensor, targets: int, blocks: int = 0) -> Moments:
-    """D from errors δ (..., d) of a *summed* negative log-likelihood: Σ δδᵀ over all rows, divided by `targets`.
+def _origin(rows: Tensor) -> Tensor:
+    """The mean of rows; of a constant feature exactly the constant, so that its variance is exactly zero."""
+    first = rows[0]
+    return first + (rows - first).mean(dim=0)
 
-    Where one weight acts at many positions, the score of an example is the sum over positions, and so is its Fisher
-    matrix: averaging over positions instead would lose a factor of their number.
+
+def _precision(rows: Tensor) -> torch.dtype:
+    """The precision to sum rows in: at least float32, and float64 if squares in float32 could over- or underflow."""
+    if rows.dtype is torch.float64:
+        return torch.float64
+    least, greatest = rows.aminmax()
+    largest = max(-float(least), float(greatest))
+    return torch.float32 if largest == 0 or 1 / ORDINARY <= largest <= ORDINARY else torch.float64
+
+
+def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:
+    """keep · scatter + Σ over rows of their outer products, in place: (d, d) and (rows, d), or with blocks between.
+
+    The products are computed in the precision of the scatter, one half of them, panel by panel.
     """
-    return Moments(float(targets), None, _scatter(rows_of(delta, blocks)))
-
-
-def count_moments(indices: Tensor, features: int) -> Moments:
-    """Ž of one-hot inputs, from the indices of their ones: diagonal, so `features` blocks of one coordinate each."""
-    counts = torch.bincount(indices.flatten(), minlength=features).to(torch.float64)
-    return Moments(float(indices.numel()), None, counts.view(-1, 1, 1))
+    rows = rows.to(scatter.dtype)
+    size = scatter.shape[-1]
+    if size == 1:
+        return scatter.mul_(keep).add_(rows.square().sum(dim=0).unsqueeze(-1))
+    left = rows.movedim(0, -1)  # (d, rows), or (blocks, d, rows)
+    right = rows.movedim(0, -2)
+    add_product_ = Tensor.addmm_ if scatter.ndim == 2 else Tensor.baddbmm_
+    for i in range(0, size, PANEL):
+        j = min(i + PANEL, size)
+        add_product_(scatter[..., i:j, i:], left[..., i:j, :], right[..., i:], beta=keep)
+        scatter[..., j:, i:j] = scatter[..., i:j, j:].mT
+    return scatter
 
 
 def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
@@ -140,13 +238,6 @@ def feature_means(mean: Tensor, blocks: Blocks) -> Tensor:
     return means if blocks.groups > 1 else means.squeeze(0)
 
 
-def _scatter(rows: Tensor) -> Tensor:
-    """Σ over rows of their outer products, block by block: (rows, d) → (d, d), (rows, n, d) → (n, d, d)."""
-    if rows.shape[-1] == 1:
-        return rows.square().sum(dim=0).unsqueeze(-1)
-    return rows.movedim(0, -1) @ rows.movedim(0, -2)
-
-
 def finite(values: Tensor) -> bool:
     """Whether all values are finite. Their sum tells at a fraction of the cost, unless it overflows."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
@@ -162,15 +253,6 @@ def add_outer(M: Tensor, a: Tensor, b: Tensor, alpha: float, out: Tensor | None 
     if M.ndim == 2:
         return torch.addr(M, a, b, alpha=alpha, out=out)
     return torch.baddbmm(M, a.unsqueeze(-1), b.unsqueeze(-2), alpha=alpha, out=out)
-
-
-def rows_of(values: Tensor, blocks: int = 0) -> Tensor:
-    """(..., d) → (rows, d), or (..., blocks, d) → (rows, blocks, d): a detached float64 copy."""
-    if values.ndim < 1 or values.numel() == 0:
-        raise ValueError(
-            f"moments need at least one row of at least one feature, not a tensor of {tuple(values.shape)}"
-        )
-    return float64_copy(values).reshape(-1, *values.shape[-2 if blocks else -1 :])
 
 
 def float64_copy(values: Tensor) -> Tensor:

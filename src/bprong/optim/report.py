@@ -17,10 +17,7 @@ COLUMNS = {  # of each side: heading, explanation
     "directions": ("directions", "effective number of directions, tr(Ž)² / tr(Ž²)"),
     "damping": ("ε", "what is added to each eigenvalue before it is inverted (mean)"),
     "age": ("age", "steps since the factor was computed"),
-    "off_white": (
-        "off white",
-        "distance of the last batch measured from white, ‖UŽUᵀ−I‖ / ‖I‖, before a refresh",
-    ),
+    "drift": ("drift", "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test"),
 }
 RULE_NUMBERS = {  # of lr="auto": letter, explanation
     "alpha": ("α", "coefficient of the whitened direction"),
@@ -91,7 +88,7 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
     for side in layer.sides:
         numbers: dict[str, Any] = {"factor": f"{side.factor or 'identity'} {side.blocks}"}
         if side.refreshed_at is not None:
-            numbers |= {"age": t - side.refreshed_at, "off_white": side.off_white}
+            numbers |= {"age": t - side.refreshed_at, "drift": side.last_drift}
         if side.moments is not None:
             epsilon = damping(layer, side).amounts(side.moments.variances)
             numbers |= {"directions": _directions(side.moments), "damping": float(epsilon.mean())}

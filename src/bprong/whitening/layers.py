@@ -78,8 +78,14 @@ class Layer:
         return bool(changed)
 
     def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
-        """Adds what was measured to the running averages; gives each side measured with the moments to factor."""
-        for side, moments in ((self.forward, measured.z), (self.backward, measured.delta)):
+        """Adds what was measured to the running averages; gives each side measured with the moments to factor.
+
+        What was measured is released, because factoring takes memory too.
+        """
+        found = ((self.forward, measured.z), (self.backward, measured.delta))
+        measured.z = None
+        measured.delta = None
+        for side, moments in found:
             if moments is not None and side in self.sides:
                 yield side, side.update(moments, keep)
 

@@ -138,7 +138,7 @@ class Whitening:
 
     def attend(self) -> None:
         """To be called before each step: finds out whether it will measure."""
-        self.due = bool(self.schedule.wanted)
+        self.due = bool(self.layers) and bool(self.schedule.wanted)
         started = any(side.refreshed_at is not None for layer in self.layers.values() for side in layer.sides)
         new = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
         self.unused = new if started else set()
@@ -164,7 +164,7 @@ class Whitening:
             refresh(self.layers, updated, self.schedule, damping, take, new & self.unused)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
-            seen = [self.layers[name] for name, found in measured.items() if found.z is not None]
+            seen = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             self.schedule.every = period_for(seen, overhead)
 
     # Measuring --------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Whitening:
         found = list(self.recorded)
         for i, batch in enumerate(() if found else batches):
             own = dict(batch.measured or {})
-            unseen = [name for name in centred if name not in own or not own[name].called]
+            unseen = [name for name in centred if name not in own or not (own[name].called or own[name].empty)]
             missing = with_gradient(self.layers[name].linear for name in unseen)
             names = centred if batch.measured is None and self.due else missing
             if batch.x is not None and names:
@@ -261,7 +261,7 @@ class Whitening:
     def _checked(self, measured: dict[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
         first = {name: found for name, found in measured.items() if name in new}
-        called = {name for name, found in first.items() if found.called}
+        called = {name for name, found in first.items() if found.called or found.empty}
         for name in without_errors(first):
             layer = self.layers[name]
             if layer.backward.name in self.schedule.wanted:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from bprong.linalg.blocks import Blocks
@@ -54,7 +53,7 @@ class Side:
     factor:           (Ž+ε)⁻¹ or (D+ε)⁻¹; None: the identity
     refreshed_at:     the step at which the factor was last computed
     mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
-    off_white:        ‖UŽUᵀ − I‖ / ‖I‖ of the last batch measured, before it changed the factor
+    last_drift:       what `drift` returned when the factor was last compared with new moments
     interval:         periods between two measurements, by drift; None before the first one
     failures:         consecutive refreshes that failed
     """
@@ -68,7 +67,7 @@ class Side:
     refreshed_at: int | None = None
     mean_eigenvalue: float | None = None
     observations: float = 0.0
-    off_white: float | None = None
+    last_drift: float | None = None
     interval: int | None = None
     failures: int = 0
 
@@ -83,11 +82,11 @@ class Side:
         A measurement that is not finite does not enter the average. It is returned as it is, for its factorisation to
         report the failure.
         """
-        dtype = torch.float64 if self.factor is None else self.factor.dtype
-        self.off_white = distance_from_white(self.factor, new.second_in(dtype))
         if new.finite:
             if keep and self.moments is not None and (self.moments.mean is None) == (new.mean is None):
-                new = self.moments.average(new, keep)
+                new = self.moments.average_(new, keep)
+            else:
+                new = new.copy()
             self.moments = new
             self.mean_eigenvalue = float(new.variances.mean())
         self.observations = new.weight
@@ -100,7 +99,8 @@ class Side:
         damped = moments.second_in(self.factor.dtype)
         diagonal = damped.diagonal(dim1=-2, dim2=-1)
         diagonal.add_(damping.amounts(diagonal))
-        return distance_from_white(self.factor, damped)
+        self.last_drift = distance_from_white(self.factor, damped)
+        return self.last_drift
 
     def damping_for_few(self, damping: Damping) -> Damping:
         """The damping with 0.1 tr/N added, because N observations leave the eigenvalues uncertain."""
@@ -146,7 +146,7 @@ class Side:
         self.backoff = Backoff(**state["backoff"])
         for key in _SAVED:
             setattr(self, key, state[key])
-        self.off_white = None
+        self.last_drift = None
         self.failures = 0
 
 
