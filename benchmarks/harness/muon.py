@@ -1,7 +1,7 @@
 """Muon in float32: each hidden weight matrix moves along its averaged gradient, orthogonalised; the rest by AdamW.
 
-`torch.optim.Muon` rounds to bfloat16, which a CPU emulates slowly, and refuses what is no matrix. Here matrices of equal
-shape are orthogonalised together, and the packed projections of an attention count as the three matrices they are.
+`torch.optim.Muon` rounds to bfloat16, which a CPU emulates slowly, and refuses what is no matrix. Here matrices of
+equal shape are orthogonalised together, and the packed projections of an attention count as the three that they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _packed(layer: nn.Module) -> bool:
 class Muon(Optimizer):
     """Muon for `hidden_weights(model)` at `lr`, AdamW for all other parameters at `rest_lr`.
 
-    Decay is decoupled: p ← (1 − lr · weight_decay) p, for matrices only. A step is scaled by 0.2 · sqrt(the longer side)
+    Decay is decoupled: p ← (1 − lr · weight_decay) p, for matrices only. A step is scaled by 0.2 · sqrt(longer side),
     so that its entries are as large as AdamW's.
     """
 

@@ -44,6 +44,7 @@ class Training:
         self.warmup = own.pop("warmup", 0.0)
         self.span = own.pop("average", 0.0) * steps
         self.average = problem.model(seed) if self.span else None
+        self.first_averaged = min(steps - 1, max(0, steps - round(AVERAGED * self.span)))
         self.criterion = nn.CrossEntropyLoss()
         torch.manual_seed(seed)
         self.optimizer = method.make(self.model, self.criterion, own, steps)
@@ -66,9 +67,8 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.recent.append(float(loss.detach()))
-        if self.average is not None and done >= self.steps - AVERAGED * self.span:
-            first = done - 1 < self.steps - AVERAGED * self.span
-            self._average(self.average, 1.0 if first else 1 / max(1.0, self.span))
+        if self.average is not None and done >= self.first_averaged:
+            self._average(self.average, 1.0 if done == self.first_averaged else 1 / max(1.0, self.span))
 
     @torch.no_grad()
     def _average(self, average: nn.Module, weight: float) -> None:
