@@ -18,8 +18,9 @@ from problems import Data, Problem, data
 from problems.data import generator
 from problems.losses import sequence_cross_entropy
 from problems.networks import paper_network, with_batch_norm
+from problems.sixty import small
 from problems.standard import CONVOLUTIONS
-from problems.unseen import UNSEEN
+from problems.unseen import VisionTransformer
 from torch import Tensor, nn
 
 LENGTH = 64  # characters that the language models see
@@ -158,7 +159,7 @@ MODERN: dict[str, Problem] = {
         "smaller GPT, characters of torch's C++ headers", partial(character_gpt, width=64, depth=2), header_text, 16,
         800, loss=sequence_cross_entropy
     ),
-    "vit": UNSEEN["vision-transformer"],
+    "vit": small("vision transformer, digits", VisionTransformer, data.digits, 64, 200),
     "conv": CONVOLUTIONS,
     "paper": Problem("paper's network, three epochs", paper_network, data.mnist, 100, 1800),
     "paper-bn": Problem("the same with Batch Normalisation", paper_network_bn, data.mnist, 100, 1800),
