@@ -40,6 +40,8 @@ from harness.rows import Log, read
 from harness.search import written
 from harness.tables import markdown, median_and_range
 from harness.timing import interleaved
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 from problems.modern import MODERN
 
 PEERS = ["adamw", "muon", "soap"]
@@ -76,6 +78,10 @@ class Price:
 # Tables and the figure ------------------------------------------------------------------------------------------------
 
 
+def span(values: Sequence[float]) -> str:
+    return f"{median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+
+
 def outcome(records: Records, method: str) -> list[object]:
     """A line of the table: trials, best settings, and what the fresh seeds gave at the horizons that decide."""
     study = records.study
@@ -86,10 +92,13 @@ def outcome(records: Records, method: str) -> list[object]:
         return [title, "–", "–", "–", f"not run: {reason}"]
     shortest = records.shortest(method)
     steps = [h for h in study.horizons if records.fresh(method, h)]
-    spans = [f"{h}: {median_and_range([records.value(row) for row in records.fresh(method, h)])}" for h in steps]
+    spans = [f"{h}: {span([records.value(row) for row in records.fresh(method, h)])}" for h in steps]
     needed = "–"
     if study.reference and steps:
         needed = f"more than {max(steps)}" if shortest is None else str(shortest)
+    crossing = records.between(method)
+    if not math.isnan(crossing):
+        needed += f" ({crossing:.0f})"
     ratio = f"{shortest / study.steps:.2f}" if shortest and study.reference else "–"
     return [title, f"`{written(settings) or 'nothing to tune'}`", needed, ratio, "; ".join(spans)]
 
@@ -97,12 +106,11 @@ def outcome(records: Records, method: str) -> list[object]:
 def table(records: Records) -> str:
     study = records.study
     name = study.measure.replace("_", " ").replace("val", "validation").replace("train", "training")
-    titles = ["method", "best of its trials", "steps to target", "reference = 1", f"{name} by steps, fresh seeds"]
+    titles = ["method", "best of its trials", "steps to target (interpolated)", "AdamW = 1", f"{name}, fresh seeds"]
     head = f"### {study.title}\n"
     if not math.isnan(records.target):
-        head += (
-            f"\nTarget: {name} {records.target:.4f}, {METHODS[study.reference].title}'s after {study.steps} steps.\n"
-        )
+        reference = METHODS[study.reference].title
+        head += f"\nTarget: {name} {records.target:.4g}, {reference}'s after {study.steps} steps.\n"
     return "\n".join([head, markdown(titles, [outcome(records, method) for method in study.methods])])
 
 
@@ -156,20 +164,29 @@ def draw(every: Sequence[Records], path: Path) -> None:
             study = records.study
             for method in study.methods:
                 draw_ends(axes, records, method)
-            figures.target_line(axes, records.target, f"AdamW after {study.steps} steps", above=False)
+            figures.target_line(axes, records.target, f"AdamW after {study.steps} steps", above=True)
             name = "validation" if study.measure == "val_loss" else "training"
             figures.frame(axes, study.title, "steps of the run", f"{name} loss at its end, nats")
-            axes.set_xscale("log")
-            low, high = axes.get_xlim()
-            ticks = [steps for steps in (25, 50, 100, 200, 400, 800) if low <= steps <= high]
-            axes.set_xticks(ticks, [str(steps) for steps in ticks])
-            axes.minorticks_off()
+            scale(axes, study.measure)
         for axes in grid[len(raced) :]:
             axes.set_visible(False)
         used = [method for method in LOOKS if any(points(records, method) for records in raced)]
         handles = [figures.entry(LOOKS[method], METHODS[method].title) for method in used]
-        legend_ = figures.explain("band", "least to greatest of five fresh seeds (line: median)")
-        figures.legend(chart, [*handles, legend_], columns=3)
+        signs = [figures.explain("band", "least to greatest of the fresh seeds (line: median)")]
+        signs.append(figures.explain("faint", f"seed {SELECTION_SEED}, on which the trials were"))
+        figures.legend(chart, [*handles, *signs], columns=3)
+
+
+def scale(axes: Axes, measure: str) -> None:
+    """Steps on a logarithmic axis with round numbers; training losses, which span decades, on one as well."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    ticks = [steps for steps in (50, 70, 100, 140, 200, 280, 400, 560, 800) if low <= steps <= high]
+    axes.set_xticks(ticks, [str(steps) for steps in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    if measure == "train_loss":
+        least, most = axes.dataLim.intervaly
+        figures.log_axis(axes, "y", most / least)
 
 
 def points(records: Records, method: str) -> list[int]:
@@ -178,11 +195,26 @@ def points(records: Records, method: str) -> list[int]:
     return [h for h, rows in runs.items() if rows and all(math.isfinite(records.value(row)) for row in rows)]
 
 
-def draw_ends(axes: figures.Axes, records: Records, method: str) -> None:
+def draw_ends(axes: Axes, records: Records, method: str) -> None:
+    """The medians over fresh seeds, and as a faint line the runs on the seed of the trials."""
     steps = points(records, method)
-    by_seed = zip(*([records.value(row) for row in records.fresh(method, h)] for h in steps), strict=True)
-    if steps:
-        figures.band(axes, steps, list(by_seed), LOOKS[method])
+    by_seed = [*zip(*([records.value(row) for row in records.fresh(method, h)] for h in steps), strict=True)]
+    if not steps:
+        return
+    figures.band(axes, steps, by_seed, LOOKS[method])
+    ends = [min(by_seed), max(by_seed)] if len(steps) == 1 else []
+    axes.plot(steps * len(ends), [end for (end,) in ends], color=LOOKS[method].colour, linewidth=1)
+    alone = selection(records, method)
+    figures.competitor(axes, list(alone), list(alone.values()), LOOKS[method], None)
+
+
+def selection(records: Records, method: str) -> dict[int, float]:
+    """By horizon, the finite ends of runs with the best trial's settings on the seed of the trials."""
+    settings = records.best(method)
+    assert settings is not None
+    found = {h: records.find(method, settings, h, SELECTION_SEED) for h in records.study.horizons}
+    values = {h: records.value(row) for h, row in found.items() if row is not None}
+    return {h: value for h, value in values.items() if math.isfinite(value)}
 
 
 # The price of a step --------------------------------------------------------------------------------------------------

@@ -129,6 +129,16 @@ class Records:
         reached = [steps for steps in self.study.horizons if self.typical(method, steps) <= self.target]
         return min(reached, default=None)
 
+    def between(self, method: str) -> float:
+        """Where the medians cross the target, straight in the logarithm of the steps between two neighbours; or NaN."""
+        found = self.shortest(method)
+        shorter = [h for h in self.study.horizons if h < (found or 0) and self.typical(method, h) > self.target]
+        if found is None or not shorter:
+            return math.nan
+        above = self.typical(method, max(shorter))
+        share = (above - self.target) / (above - self.typical(method, found))
+        return float(max(shorter) * (found / max(shorter)) ** share) if math.isfinite(above) else float(found)
+
 
 class Races(Records):
     """Runs what is missing in a CSV file, which is read again before a row is added, as other processes may add too."""
