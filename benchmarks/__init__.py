@@ -15,6 +15,7 @@
     auto_generalisation     training and validation loss of lr="auto"
     auto_figure             the figure of the three races above
     sixty_problems          lr="auto" on sixty small problems, against tuned Adam
+    modern_networks         GPTs, a vision transformer and others, against AdamW, Muon, SOAP, Prodigy, Schedule-Free
 
 `harness` reads and writes rows, times, trains, and makes tables and figures. `problems` has data, networks and losses.
 Results are in docs/*.csv. Every script has `--quick`, a small run that only shows that the script works.

@@ -113,6 +113,12 @@ def variant(how: Style, number: int) -> Style:
     return replace(how, dashes=dashes, marker=marker)
 
 
+def entry(how: Style, label: str) -> Artist:
+    """A legend entry for a method, for figures whose axes do not all show every method."""
+    look: dict[str, Any] = {"color": how.colour, "linestyle": how.dashes, "linewidth": 1.7, "marker": how.marker}
+    return Line2D([], [], markersize=4, label=label, **look)
+
+
 def explain(sign: str, text: str) -> Artist:
     """A legend entry for a sign that is no method: "band", "faint", "cross" or "ring"."""
     if sign == "band":

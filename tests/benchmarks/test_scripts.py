@@ -5,12 +5,15 @@ import importlib
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from harness import command_line, rows, tables, timing, training
+import torch
+from harness import command_line, methods, muon, recipes, rows, search, tables, timing, training
+from problems import Data, Problem
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
@@ -58,6 +61,7 @@ def test_a_log_resumes(tmp_path):
         ("continuous.csv", "continuous_whitening"),
         ("cost.csv", "width_cost"),
         ("layers.csv", "layer_races"),
+        ("modern.csv", "modern_networks"),
         ("statistics-price.csv", "statistics_price"),
         ("sweep.csv", "damping_sweep"),
     ],
@@ -85,7 +89,7 @@ def test_interleaved_calls_stop_when_the_budget_is_spent_but_not_before_the_leas
 
 @pytest.mark.parametrize(
     "module",
-    [command_line, rows, tables, timing, training, importlib.import_module("statistics_price")],
+    [command_line, rows, search, tables, timing, training, importlib.import_module("statistics_price")],
     ids=lambda module: module.__name__,
 )
 def test_examples_in_docstrings(module):
@@ -121,6 +125,98 @@ def test_a_quick_run_writes_rows_and_is_not_repeated(tmp_path, capsys):
     assert written.count("\n") == 1 + 6  # lr="auto" and five learning rates of Adam
     script.main(arguments)
     assert (tmp_path / "auto-many.csv").read_text() == written
+
+
+def test_a_race_is_not_run_twice_and_says_which_methods_cannot_run(tmp_path, capsys, monkeypatch):
+    script = importlib.import_module("modern_networks")
+    monkeypatch.setitem(script.METHODS, "soap", replace(script.METHODS["soap"], needs="no_such_package"))
+    arguments = ["--quick", "--only", "vit", "--methods", "adamw,muon,soap", "--out", str(tmp_path)]
+    script.main(arguments)
+    printed = capsys.readouterr().out
+    assert printed.count("not run: package no_such_package is not installed") == 1
+    assert "Target: training loss " in printed
+    assert (tmp_path / "figures" / "modern.png").exists()
+    written = (tmp_path / "modern.csv").read_text()
+    found = rows.read(tmp_path / "modern.csv", script.Row)
+    assert [(row.method, row.steps, row.seed) for row in found[:3]] == [
+        ("adamw", 4, 0),
+        ("adamw", 4, 0),
+        ("adamw", 4, 1),
+    ]
+    assert {row.method for row in found} == {"adamw", "muon"}
+    script.main(arguments)
+    assert (tmp_path / "modern.csv").read_text() == written
+    script.main([*arguments, "--rates"])
+    assert "| vit | Muon, float32 | " in capsys.readouterr().out
+    script.main([*arguments, "--price"])
+    assert "| Muon, float32 |" in capsys.readouterr().out
+
+
+def lines(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 12, bias=False), nn.Linear(12, 6), nn.Linear(6, 3))
+
+
+def test_our_muon_is_torchs_but_for_its_rounding():
+    ours = lines(0)[1]
+    theirs = lines(0)[1]
+    optimizers = [
+        muon.Muon(nn.Sequential(ours, nn.Linear(6, 1)), lr=0.02, rest_lr=0.0, weight_decay=0.1),
+        torch.optim.Muon([theirs.weight], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ]
+    before = ours.weight.detach().clone()
+    for step in range(3):
+        gradient = torch.randn(6, 12, generator=torch.Generator().manual_seed(step))
+        for layer, optimizer in zip((ours, theirs), optimizers, strict=True):
+            layer.weight.grad = gradient.clone()
+            optimizer.step()
+    assert (ours.weight - theirs.weight).norm() < 0.03 * (theirs.weight - before).norm()
+
+
+def test_muon_takes_packed_projections_apart_and_leaves_the_last_layer_to_adamw():
+    model = lines(0)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = muon.Muon(model, lr=1.0, rest_lr=0.5)
+    model(torch.randn(7, 4)).square().sum().backward()
+    optimizer.step()
+    steps = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+    gradient = model[0].weight.grad
+    for part, own in zip(steps[0].chunk(3), gradient.chunk(3), strict=True):  # 12 = 3 · 4 rows
+        torch.testing.assert_close(part, -0.2 * 4**0.5 * muon.orthogonalised(own))
+    for other in steps[2:]:
+        torch.testing.assert_close(other.abs(), torch.full_like(other, 0.5), rtol=1e-3, atol=0)
+
+
+def flat(average, noise=False, steps=50):
+    """A run of AdamW whose learning rate falls along a cosine; with `noise`, nothing can be learned."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=random)
+    y = torch.randint(3, (64,), generator=random) if noise else (x[:, 0] > 0).long()
+    problem = Problem("a line", lines, lambda: Data(x, y), 16, steps)
+    settings = {"lr": 0.01, "schedule": "cosine", "warmup": 0.1, "average": average}
+    return recipes.Training(problem, methods.METHODS["adamw"], settings, steps, seed=0)
+
+
+def test_a_recipe_follows_its_schedule_and_averages_the_last_weights():
+    run = flat(average=0.04)
+    plain = flat(average=0.0)
+    weights = []
+    for _ in range(50):
+        run.step()
+        weights.append(run.model[0].weight.detach().clone())
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * search.factor("cosine", 0.1, 49, 50))
+    expected = weights[34]
+    for weight in weights[35:]:  # eight spans of two steps
+        expected = expected.lerp(weight, 0.5)
+    torch.testing.assert_close(run.average[0].weight.detach(), expected)
+    assert plain.run().train_loss < plain.recent[0]
+    torch.testing.assert_close(plain.model[0].weight.detach(), weights[-1])
+
+
+def test_a_run_that_ends_above_the_untrained_loss_has_diverged():
+    run = flat(average=0.0, noise=True)
+    run.rates = [1e3, 1e3]
+    assert run.run() == recipes.DIVERGED
 
 
 def test_the_price_of_statistics_is_measured_for_two_codes_in_turns(tmp_path, capsys):
