@@ -88,7 +88,12 @@ def schedule_free(model: nn.Module, _loss: nn.Module, settings: Settings, steps:
 
 
 def ours(model: nn.Module, loss: nn.Module, settings: Settings, _steps: int) -> Optimizer:
-    return bprong.BPRONG(model, loss, **settings)
+    """`start` is where a schedule of lr="auto" starts: the group's lr, which multiplies the automatic step."""
+    start = settings.pop("start", None)
+    optimizer = bprong.BPRONG(model, loss, **settings)
+    for group in optimizer.param_groups if start is not None else ():
+        group["lr"] = start
+    return optimizer
 
 
 DECAYS = Choice([0.0, 0.01, 0.1])
@@ -125,8 +130,7 @@ METHODS: dict[str, Method] = {
         needs="schedulefree",
     ),
     "spectral": Method(
-        "BPRONG, spectral", ours,
-        {"lr": LogUniform(2e-3, 5e-2), **SCHEDULE, "momentum": Choice([0.9, 0.95])},
+        "BPRONG, spectral", ours, {"lr": LogUniform(5e-3, 1e-1), **SCHEDULE, "momentum": Choice([0.9, 0.95])},
         keyword="step", fixed={"step": "spectral"},
     ),
     "bprong": Method(
@@ -135,5 +139,8 @@ METHODS: dict[str, Method] = {
     ),
     "auto": Method('BPRONG, lr="auto"', ours, {}),
     "auto-decayed": Method('BPRONG, lr="auto", with a schedule', ours, SCHEDULE),
-    "auto-spectral": Method('BPRONG, lr="auto", spectral', ours, {}, keyword="step", fixed={"step": "spectral"}),
+    "auto-spectral": Method(
+        'BPRONG, lr="auto", spectral', ours, {}, keyword="step",
+        fixed={"step": "spectral", "schedule": "linear", "start": 2.0, "average": 0.04},
+    ),
 }  # fmt: skip
