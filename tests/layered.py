@@ -222,7 +222,8 @@ class OneHot(nn.Module):
 
 
 SETTINGS = {
-    "loss": "cross_entropy", "lr": 0.05, "momentum": 0.8, "every": 3, "options": {"fisher": "exact", "average": 0.5},
+    "loss": "cross_entropy", "lr": 0.05, "momentum": 0.8, "every": 3, "max_step": None,
+    "options": {"fisher": "exact", "average": 0.5},
 }  # fmt: skip
 
 

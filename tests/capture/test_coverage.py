@@ -24,7 +24,7 @@ def tensors_in(state):
 
 
 def stepped(model, x, y, **settings):
-    optimizer = bprong.BPRONG(model, "cross_entropy", **({"lr": 0.01} | settings))
+    optimizer = bprong.BPRONG(model, "cross_entropy", **({"lr": 0.01, "max_step": None} | settings))
     F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     optimizer.step()
     return optimizer

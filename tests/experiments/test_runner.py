@@ -156,7 +156,7 @@ def test_the_drop_in_optimizer_uses_its_defaults_only(digits, tmp_path, monkeypa
     again = run(replace(config, whitening={"forward_damping": 9.0}), digits, tmp_path / "again", Progress())
     assert without_seconds(again) == without_seconds(rows)
     model = perceptron([64, 100, 100, 100, 10], "relu", seed=0)
-    state = TrainingState(model, bprong.BPRONG(model, "cross_entropy", lr=0.01, options={"seed": 0}))
+    state = TrainingState(model, bprong.BPRONG(model, "cross_entropy", lr=0.01, max_step=None, options={"seed": 0}))
     order = torch.randperm(len(digits.x_train), generator=torch.Generator().manual_seed(1))
     train_epoch(state, digits.x_train, digits.y_train, order, 100)
     loss = torch.nn.functional.cross_entropy(model.eval()(digits.x_train), digits.y_train)

@@ -95,7 +95,8 @@ class AutoRule(AutoState):
         self.slope_kept = keep * self.slope_kept + (1 - keep) * (self.slope_change - slope)
         self.slope_promised = keep * self.slope_promised - (1 - keep) * self.slope
         if slope < 0 and not self.overshoots:  # the next batch would have gone further
-            self.brake = min(1.0, self.settings.raise_lambda * self.brake)
+            fast = min(self.settings.raise_lambda * self.brake, self.brake_safe)
+            self.brake = min(1.0, max(fast, self.settings.lower_lambda * self.brake))
 
     @property
     def trust(self) -> float:
@@ -225,6 +226,7 @@ class AutoRule(AutoState):
         part = self.settings.cautious
         self.evaluate_until = t + 1 + self.settings.evaluate_every
         self.caution = max(1e-6, part * self.length / bound) if bound > 0 else part
+        self.brake_safe = self.brake / 2
         self.brake *= part
         self.coefficients = {name: x / 2 for name, x in self.coefficients.items()}
         self.length = 0.0

@@ -146,7 +146,12 @@ class Automatic(StepRule):
             return False
         loss = sum(part * loss for part, loss in zip(multiples, losses, strict=True)) / scale
         overshot = bool(self.rule.promised) and self._overshot(gradients, scale)
-        return (self.rule.blew_up(loss) or overshot) and self.undo_(gradients)
+        if not (self.rule.blew_up(loss) or overshot):
+            return False
+        if self.undo_(gradients):
+            return True
+        self.rule.first_loss = max(self.rule.first_loss or 0.0, loss)  # it is that high without an update
+        return False
 
     def _overshot(self, gradients: Gradients, scale: float) -> bool:
         """Whether the last step raised a part of the loss that F does not see, such as that of a second head."""
