@@ -62,6 +62,8 @@ def test_a_log_resumes(tmp_path):
         ("cost.csv", "width_cost"),
         ("layers.csv", "layer_races"),
         ("modern.csv", "modern_networks"),
+        ("safe-rates.csv", "safe_rates"),
+        ("spectral-choices.csv", "spectral_choices"),
         ("statistics-price.csv", "statistics_price"),
         ("sweep.csv", "damping_sweep"),
     ],
