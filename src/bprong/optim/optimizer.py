@@ -141,14 +141,8 @@ class BPRONG(Optimizer):
         if loss is None and (self._whitens_backward or lr == "auto"):
             raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
         self._loss = DeclaredLoss(declared_loss(loss))
-        given = (forward_damping, backward_damping)
-        usual = SPECTRAL_DAMPING if spectral else self._default_damping
-        damping = {
-            name: Damping.of(default if own is None else own)
-            for (name, default), own in zip(usual.items(), given, strict=True)
-        }
-        usual_damping = given == (None, None)
-        if solver == "low-rank" and any(own.relative_to == "variance" for own in damping.values()):
+        given = [own for own in (forward_damping, backward_damping) if own is not None]
+        if solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
         defaults = {
@@ -157,24 +151,9 @@ class BPRONG(Optimizer):
             "nesterov": spectral if self._options.nesterov is None else self._options.nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
-        automatic = lr == "auto"
-        if spectral and not automatic and max_step not in (None, "auto"):
-            raise ValueError('max_step would have no effect: step="spectral" has steps of a length that lr alone gives')
-        bound = MAX_STEP if self._whitens_backward and not (automatic or spectral) else None
-        if max_step != "auto":
-            bound = None if max_step is None else positive("max_step", max_step)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._head = Head(output, self._loss.loss.functions)
-        direction = SpectralDirection(self._options.fallback(1.0), self._options.power) if spectral else None
-        if automatic:
-            self._rule: StepRule = Automatic(
-                self._model, self._loss.loss.likelihood, self._options, damping, spectral or not usual_damping,
-                bound, self._head, direction,
-            )  # fmt: skip
-        elif direction is not None:
-            self._rule = Spectral(damping, usual_damping, direction)
-        else:
-            self._rule = FixedRate(damping, usual_damping and bound is not None, bound, self._options.fallback(0.1))
+        self._rule = self._rule_of(lr == "auto", spectral, (forward_damping, backward_damping), max_step)
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every)
         self._batches = Batches(
             model,
@@ -198,6 +177,35 @@ class BPRONG(Optimizer):
                 f"{name}(model.parameters(), ...). Use params= to select parameters"
             )
         refuse_distributed(model)
+
+    def _rule_of(
+        self,
+        automatic: bool,
+        spectral: bool,
+        given: tuple[float | Damping | None, float | Damping | None],
+        max_step: float | Literal["auto"] | None,
+    ) -> StepRule:
+        """The step rule; given: the damping of both sides, None where the default holds."""
+        usual = SPECTRAL_DAMPING if spectral else self._default_damping
+        damping = {
+            name: Damping.of(default if own is None else own)
+            for (name, default), own in zip(usual.items(), given, strict=True)
+        }
+        all_usual = given == (None, None)
+        if spectral and not automatic and max_step not in (None, "auto"):
+            raise ValueError('max_step would have no effect: step="spectral" has steps of a length that lr alone gives')
+        bound = MAX_STEP if self._whitens_backward and not (automatic or spectral) else None
+        if max_step != "auto":
+            bound = None if max_step is None else positive("max_step", max_step)
+        options = self._options
+        direction = SpectralDirection(options.fallback(1.0), options.power) if spectral else None
+        if automatic:
+            likelihood = self._loss.loss.likelihood
+            fixed = spectral or not all_usual
+            return Automatic(self._model, likelihood, options, damping, fixed, bound, self._head, direction)
+        if direction is not None:
+            return Spectral(damping, all_usual, direction)
+        return FixedRate(damping, all_usual and bound is not None, bound, options.fallback(0.1))
 
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
         settings = self._options.settings(every, self._whitens_backward, self._rule.early_steps)
