@@ -217,7 +217,7 @@ def test_the_brake_is_released_while_the_next_batch_would_have_gone_further(sett
         assert too_far.brake == rule.brake == pytest.approx(expected)
         rule.update_trust(-0.1 + alpha)
         fast = min(settings.raise_lambda * expected, 0.5)
-        expected = min(1.0, max(fast, settings.lower_lambda * expected))
+        expected = min(1.0, max(fast, settings.raise_lambda**0.25 * expected))
     assert rule.brake == 1.0
 
 

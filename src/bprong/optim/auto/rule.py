@@ -96,7 +96,7 @@ class AutoRule(AutoState):
         self.slope_promised = keep * self.slope_promised - (1 - keep) * self.slope
         if slope < 0 and not self.overshoots:  # the next batch would have gone further
             fast = min(self.settings.raise_lambda * self.brake, self.brake_safe)
-            self.brake = min(1.0, max(fast, self.settings.lower_lambda * self.brake))
+            self.brake = min(1.0, max(fast, self.settings.raise_lambda**0.25 * self.brake))
 
     @property
     def trust(self) -> float:

@@ -46,7 +46,7 @@ class AutoSettings:
     raise_lambda: float = 2.0
     lower_lambda: float = 1.1
     negligible: float = 0.01
-    sampling: float = 0.3
+    sampling: float = 0.2
     keep: float = 0.8
     least_trust: float = 0.05
     most_momentum: float = 0.95
