@@ -111,6 +111,21 @@ def test_the_bound_on_a_step_is_in_the_fisher_metric(bound):
     assert length == pytest.approx(bound, rel=1e-6) if bound < 1 else length > 0.1
 
 
+def test_the_bound_holds_for_gradients_whose_squares_overflow():
+    x, y = classification(60, 5, 3, dtype=torch.float32)
+    steps = []
+    for size in (1e10, 1e25):
+        torch.manual_seed(0)
+        model = mlp(5, 4, 3, dtype=torch.float32)
+        start = snapshot(model)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.5, options=EXACT)
+        (size * F.cross_entropy(model(x), y)).backward()
+        with pytest.warns(WhiteningWarning, match="times as large"):
+            optimizer.step()
+        steps.append(torch.cat([(value - start[name]).flatten() for name, value in snapshot(model).items()]))
+    assert_close(steps[1], steps[0], 1e-4)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_bounded_step_keeps_its_direction(bias):
     x, y = classification(60, 5, 3)
