@@ -111,6 +111,33 @@ def test_the_bound_on_a_step_is_in_the_fisher_metric(bound):
     assert length == pytest.approx(bound, rel=1e-6) if bound < 1 else length > 0.1
 
 
+SCHEDULES = {
+    "none": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, t / 10)),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=41),
+}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bound_includes_momentum(schedule, nesterov):
+    """Also while a scheduler raises the learning rate, which multiplies velocities from lower ones."""
+    x, _ = classification(60, 5, 3)
+    y = 10 * x[:, :3]
+    model = mlp(5, 3)
+    options = EXACT | {"nesterov": nesterov}
+    optimizer = bprong.BPRONG(model, "gaussian", lr=1.0, momentum=0.9, options=options)
+    scheduler = SCHEDULES[schedule](optimizer)
+    lengths = []
+    for _ in range(40):
+        before = model(x).detach()
+        train(model, optimizer, [(x, y)], loss=lambda a, y: ((a - y) ** 2 / 2).sum(-1).mean())
+        scheduler.step()
+        change = model(x).detach() - before
+        lengths.append(float(change.square().sum(-1).mean().sqrt()))
+    assert 0.05 < max(lengths) < 0.1001
+
+
 def test_the_bound_holds_for_gradients_whose_squares_overflow():
     x, y = classification(60, 5, 3, dtype=torch.float32)
     steps = []

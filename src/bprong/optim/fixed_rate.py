@@ -82,9 +82,13 @@ def _product(a: Tensor, b: Tensor) -> float:
 
 
 def _scheduled(group: Mapping[str, Any]) -> float:
-    """The part of its learning rate that a schedule leaves to a group; torch's schedulers note what it was before."""
-    initial = float(group.get("initial_lr", 0.0))
-    return min(1.0, float(group["lr"]) / initial) if initial else 1.0
+    """The part of its highest learning rate that a schedule leaves to a group.
+
+    torch's schedulers note what it was before, and OneCycleLR what it will rise to. Velocities from a lower rate than
+    the present one are then within the bound too.
+    """
+    highest = max(float(group.get(key, 0.0)) for key in ("initial_lr", "max_lr"))
+    return min(1.0, float(group["lr"]) / highest) if highest else 1.0
 
 
 def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: Gradients, steps: _Steps) -> None:
