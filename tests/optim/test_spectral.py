@@ -179,6 +179,23 @@ def test_muons_average_moves_with_that_of_the_bias():
     assert_close(adam.state[layer.bias_dagger]["exp_avg"], layer.R @ M_b, 1e-10)
 
 
+def test_optimizers_may_come_from_an_iterator_and_must_be_optimizers():
+    """An iterator was used up by a check, and then no state was carried."""
+    x, _ = classification(40, 5, 3)
+    buffers = []
+    for several in (list, iter):
+        torch.manual_seed(0)
+        model = bprong.whiten_(mlp(5, 3))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        buffer = torch.ones_like(layers_of(model)[0].weight_dagger)
+        sgd.state[layers_of(model)[0].weight_dagger]["momentum_buffer"] = buffer
+        bprong.Rewhitening(model, several([sgd]), "cross_entropy", fisher="exact", backward_offset=0).step(x)
+        buffers.append(buffer)
+    assert_close(buffers[1], buffers[0], 1e-12)
+    with pytest.raises(TypeError, match="the state of str"):
+        bprong.Rewhitening(model, [sgd, "adam"], "cross_entropy")
+
+
 @pytest.mark.parametrize("cleared", ["weight", "bias"])
 def test_a_gradient_is_not_taken_for_an_average(cleared):
     """One optimizer's gradients are set to None before a refresh and the other's are not."""
