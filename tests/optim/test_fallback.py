@@ -166,3 +166,42 @@ def test_the_state_is_saved_with_the_optimizer():
     train(model, optimizer, data * 3)
     train(other, resumed, data * 3)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+class Spectrum(nn.Module):
+    """A complex parameter before a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
+        self.head = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head((x.to(self.filter.dtype) @ self.filter).abs())
+
+
+@MOSTLY_FALLBACK
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_a_complex_parameter_moves_as_with_torchs_adam(step):
+    x, y = classification(40, 5, 3)
+    model = Spectrum()
+    model.head.requires_grad_(False)
+    other = copy.deepcopy(model)
+    model.head.weight.requires_grad_()  # an optimizer needs a layer, which stays where it is
+    groups = [{"params": [model.filter]}, {"params": [model.head.weight], "lr": 0.0}]
+    optimizer = bprong.BPRONG(
+        model, "cross_entropy", lr=0.1, step=step, params=groups, options={"fallback_rate": 1.0}
+    )  # fmt: skip
+    train(model, optimizer, [(x, y)] * 5)
+    train(other, torch.optim.Adam([other.filter], lr=0.1), [(x, y)] * 5)
+    assert float((model.filter - other.filter).detach().abs().max()) < 1e-6
+
+
+@MOSTLY_FALLBACK
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_lr_auto_with_a_complex_parameter(step):
+    x, y = classification(40, 5, 3)
+    model = Spectrum()
+    before = F.cross_entropy(model(x), y).item()
+    train(model, bprong.BPRONG(model, nn.CrossEntropyLoss(), step=step), [(x, y)] * 10)
+    assert F.cross_entropy(model(x), y).item() < 0.8 * before

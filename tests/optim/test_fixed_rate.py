@@ -111,6 +111,48 @@ def test_the_bound_on_a_step_is_in_the_fisher_metric(bound):
     assert length == pytest.approx(bound, rel=1e-6) if bound < 1 else length > 0.1
 
 
+SCHEDULES = {
+    "none": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, t / 10)),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=41),
+}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bound_includes_momentum(schedule, nesterov):
+    """Also while a scheduler raises the learning rate, which multiplies velocities from lower ones."""
+    x, _ = classification(60, 5, 3)
+    y = 10 * x[:, :3]
+    model = mlp(5, 3)
+    options = EXACT | {"nesterov": nesterov}
+    optimizer = bprong.BPRONG(model, "gaussian", lr=1.0, momentum=0.9, options=options)
+    scheduler = SCHEDULES[schedule](optimizer)
+    lengths = []
+    for _ in range(40):
+        before = model(x).detach()
+        train(model, optimizer, [(x, y)], loss=lambda a, y: ((a - y) ** 2 / 2).sum(-1).mean())
+        scheduler.step()
+        change = model(x).detach() - before
+        lengths.append(float(change.square().sum(-1).mean().sqrt()))
+    assert 0.05 < max(lengths) < 0.1001
+
+
+def test_the_bound_holds_for_gradients_whose_squares_overflow():
+    x, y = classification(60, 5, 3, dtype=torch.float32)
+    steps = []
+    for size in (1e10, 1e25):
+        torch.manual_seed(0)
+        model = mlp(5, 4, 3, dtype=torch.float32)
+        start = snapshot(model)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.5, options=EXACT)
+        (size * F.cross_entropy(model(x), y)).backward()
+        with pytest.warns(WhiteningWarning, match="times as large"):
+            optimizer.step()
+        steps.append(torch.cat([(value - start[name]).flatten() for name, value in snapshot(model).items()]))
+    assert_close(steps[1], steps[0], 1e-4)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_bounded_step_keeps_its_direction(bias):
     x, y = classification(60, 5, 3)

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
+from bprong.errors import WhiteningWarning
 from bprong.linalg.factors import Dense
+from bprong.linalg.orthogonal import Whitened, whitened_msgn
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import RMS, SpectralDirection
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
@@ -177,6 +179,49 @@ def test_muons_average_moves_with_that_of_the_bias():
     assert_close(adam.state[layer.bias_dagger]["exp_avg"], layer.R @ M_b, 1e-10)
 
 
+def test_optimizers_may_come_from_an_iterator_and_must_be_optimizers():
+    """An iterator was used up by a check, and then no state was carried."""
+    x, _ = classification(40, 5, 3)
+    buffers = []
+    for several in (list, iter):
+        torch.manual_seed(0)
+        model = bprong.whiten_(mlp(5, 3))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        buffer = torch.ones_like(layers_of(model)[0].weight_dagger)
+        sgd.state[layers_of(model)[0].weight_dagger]["momentum_buffer"] = buffer
+        bprong.Rewhitening(model, several([sgd]), "cross_entropy", fisher="exact", backward_offset=0).step(x)
+        buffers.append(buffer)
+    assert_close(buffers[1], buffers[0], 1e-12)
+    with pytest.raises(TypeError, match="the state of str"):
+        bprong.Rewhitening(model, [sgd, "adam"], "cross_entropy")
+
+
+@pytest.mark.parametrize("cleared", ["weight", "bias"])
+def test_a_gradient_is_not_taken_for_an_average(cleared):
+    """One optimizer's gradients are set to None before a refresh and the other's are not."""
+    x, _ = classification(40, 5, 3)
+    layers = []
+    for left in (False, True):
+        model = bprong.whiten_(mlp(5, 3))
+        layer = layers_of(model)[0]
+        sgd = torch.optim.SGD([layer.weight_dagger], lr=0.1, momentum=0.9)
+        adam = torch.optim.Adam([layer.bias_dagger], lr=0.1)
+        sgd.state[layer.weight_dagger]["momentum_buffer"] = torch.ones_like(layer.weight_dagger)
+        ones = torch.ones_like(layer.bias_dagger)
+        adam.state[layer.bias_dagger] = {"step": torch.tensor(1.0), "exp_avg": ones, "exp_avg_sq": ones.clone()}
+        if left:
+            other = layer.bias_dagger if cleared == "weight" else layer.weight_dagger
+            other.grad = torch.full_like(other, 7.0)
+        rewhitening = bprong.Rewhitening(
+            model, [sgd, adam], "cross_entropy", fisher="exact", carry=[{"momentum_buffer": "gradient"}, None],
+            backward_offset=0,
+        )  # fmt: skip
+        rewhitening.step(x)
+        layers.append((sgd.state[layer.weight_dagger]["momentum_buffer"], ones))
+    for without, beside in zip(*layers, strict=True):
+        assert_close(beside, without, 1e-12)
+
+
 def test_steps_have_the_stated_root_mean_square():
     x, y = classification(60, 6, 4)
     model = mlp(6, 9, 4)
@@ -281,6 +326,52 @@ def test_resume_is_exact():
     train(model, optimizer, data[6:])
     train(other, resumed, data[6:])
     assert_unchanged(snapshot(model), snapshot(other))
+
+
+@pytest.mark.parametrize("lr", [0.05, "auto"])
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_the_state_of_the_other_step_is_refused(lr, step):
+    x, y = classification(20, 6, 4)
+    model = mlp(6, 4)
+    saved = bprong.BPRONG(model, "cross_entropy", lr, step=step)
+    train(model, saved, [(x, y)])
+    other = bprong.BPRONG(model, "cross_entropy", lr, step="natural" if step == "spectral" else "spectral")
+    with pytest.raises(ValueError, match='the same step \\("natural" or "spectral"\\)'):
+        other.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e20, 1e30])
+@pytest.mark.parametrize("shape", [(5, 7), (2, 7, 5)])
+def test_a_direction_does_not_depend_on_the_size_of_the_gradient(size, shape):
+    """Squares of these overflow or vanish in float32."""
+    M = torch.randn(shape, dtype=torch.float32)
+    (expected,) = whitened_msgn([Whitened(M)])
+    (found,) = whitened_msgn([Whitened(M * size)])
+    assert_close(found, expected, 1e-4)
+    assert not whitened_msgn([Whitened(0 * M)])[0].any()
+
+
+def test_large_gradients_are_survived():
+    x, y = classification(20, 6, 4)
+    model = mlp(6, 9, 4).float()
+    before = snapshot(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, step="spectral")
+    (1e25 * F.cross_entropy(model(x.float()), y)).backward()
+    with pytest.warns(WhiteningWarning, match="times as large"):
+        optimizer.step()
+    for name in ("0.weight", "2.weight"):
+        moved = snapshot(model)[name] - before[name]
+        assert_close(moved.square().mean().sqrt(), torch.tensor(0.01 * RMS), 1e-3)
+
+
+@pytest.mark.parametrize("lr", [0.02, "auto"])
+def test_float16_trains(lr):
+    """Adam's second moment of small gradients vanishes there, and biases follow Adam."""
+    x, y = classification(40, 6, 3)
+    model = mlp(6, 9, 3).half()
+    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), lr, step="spectral", every=3)
+    train(model, optimizer, [(x.half(), y)] * 20)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_what_it_refuses():

@@ -15,7 +15,7 @@ which takes products of small square matrices, one product with the larger facto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
     tensor([[ 0.7229,  0.0000,  0.0000],
             [ 0.0000,  0.0000, -1.1192]], dtype=torch.float64)
     """
+    matrices = [replace(matrix, M=_of_size_one(matrix.M)) for matrix in matrices]
     grams = [_gram(matrix) for matrix in matrices]
     traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for A, _ in grams]
     smallest = torch.finfo(torch.float32).tiny  # M may be zero, and then stays so
@@ -82,6 +83,11 @@ def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
         p = _between(polynomial_, matrix.right if matrix.is_tall else matrix.left)
         found.append(scaled_product @ p if matrix.is_tall else p @ scaled_product)
     return found
+
+
+def _of_size_one(M: Tensor) -> Tensor:
+    """M divided by its largest entry, which msgn does not see, so that squares neither overflow nor vanish."""
+    return M / M.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
 
 
 def _gram(matrix: Whitened) -> tuple[Tensor, Tensor]:

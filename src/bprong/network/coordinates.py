@@ -217,13 +217,14 @@ def carry_(holders: Sequence[Holder], layer: nn.Module, change: Change) -> None:
                 tensor.copy_(new)
 
 
+GRADIENT = ".grad"  # the key of what is no optimizer's state
 Kept = dict[str, tuple[Transport, Tensor]]  # what is kept of a parameter: how it moves, by its key
 
 
 def _kept(holders: Sequence[Holder], parameter: Tensor) -> Kept:
     found: Kept = {}
     if parameter.grad is not None:
-        found[".grad"] = ("gradient", parameter.grad)
+        found[GRADIENT] = ("gradient", parameter.grad)
     for optimizer, transports in holders:
         state = optimizer.state.get(parameter, {})
         found |= {key: (how, state[key]) for key, how in transports.items() if state.get(key) is not None}
@@ -234,12 +235,13 @@ def _paired(kept: Sequence[Kept]) -> Iterator[tuple[Transport, list[Tensor | Non
     """What is kept of a weight beside what is kept of its bias, if there is one, under the same key.
 
     If different optimizers hold them, their keys differ: then what moves alike belongs together, as Muon's average of
-    gradients of the weight and Adam's of the bias.
+    gradients of the weight and Adam's of the bias. The gradients themselves belong to each other only.
     """
     own = kept[0]
     others = dict(kept[1]) if len(kept) > 1 else {}
     for key, (transport, tensor) in own.items():
-        like = [name for name, (how, _) in others.items() if how == transport and name not in own]
+        averages = {name: how for name, (how, _) in others.items() if GRADIENT not in (key, name)}
+        like = [name for name, how in averages.items() if how == transport and name not in own]
         name = key if key in others else next(iter(like), key)
         yield transport, [tensor, others.pop(name, (None, None))[1]][: len(kept)]
     for transport, tensor in others.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -81,7 +81,7 @@ class Rewhitening:
 
     @takes_loss
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], loss: Declaration | None = None, *,
+        self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], loss: Declaration | None = None, *,
         fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
@@ -91,9 +91,10 @@ class Rewhitening:
     ) -> None:  # fmt: skip
         refuse_distributed(model)
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
         self._modules = whitened_layers(model)
-        _check_parameters(self._modules, [optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+        self._holders = holders_for(self.optimizer, carry)
+        _check_parameters(self._modules, [held for held, _ in self._holders])
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
                             "backward_damping": backward_damping}  # fmt: skip
         given = [name for name, value in backward_options.items() if value is not None]
@@ -106,7 +107,6 @@ class Rewhitening:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
-        self._holders = holders_for(optimizer, carry)
         self._carry = partial(carry_, self._holders)
         self._damping = {
             "forward": Damping.of(forward_damping),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.moments import to_float64
 from bprong.optim.fallback import Fallback
 from bprong.optim.rules import Gradients, States, StepRule
 from bprong.whitening.layers import Layer, Layers, WeightAndBias
@@ -68,16 +69,26 @@ class FixedRate(StepRule):
             g_W, g_b = layer.gradients(gradients.values)
             if g_W is not None and d_W is not None:
                 lr = gradients.groups[layer.weight]["lr"]
-                squared += lr**2 * float((layer.centred(g_W, g_b) * d_W).sum())
+                squared += lr**2 * _product(layer.centred(g_W, g_b), d_W)
             if g_b is not None and d_b is not None and layer.bias is not None:
-                squared += gradients.groups[layer.bias]["lr"] ** 2 * float((g_b * d_b).sum())
+                squared += gradients.groups[layer.bias]["lr"] ** 2 * _product(g_b, d_b)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / math.sqrt(max(squared, 1e-300)))
 
 
+def _product(a: Tensor, b: Tensor) -> float:
+    """The sum of the products of two tensors' entries; in float64 if it overflows otherwise."""
+    found = float((a * b).sum())
+    return found if math.isfinite(found) else float((to_float64(a) * to_float64(b)).sum())
+
+
 def _scheduled(group: Mapping[str, Any]) -> float:
-    """The part of its learning rate that a schedule leaves to a group; torch's schedulers note what it was before."""
-    initial = float(group.get("initial_lr", 0.0))
-    return min(1.0, float(group["lr"]) / initial) if initial else 1.0
+    """The part of its highest learning rate that a schedule leaves to a group.
+
+    torch's schedulers note what it was before, and OneCycleLR what it will rise to. Velocities from a lower rate than
+    the present one are then within the bound too.
+    """
+    highest = max(float(group.get(key, 0.0)) for key in ("initial_lr", "max_lr"))
+    return min(1.0, float(group["lr"]) / highest) if highest else 1.0
 
 
 def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: Gradients, steps: _Steps) -> None:

@@ -411,7 +411,7 @@ class BPRONG(Optimizer):
         return super().state_dict() | {
             "class": type(self).__name__,
             "whitening": self._whitening.state_dict(),
-            "rule": {"type": type(self._rule).__name__} | self._rule.state_dict(self._parameters),
+            "rule": {"type": self._rule.kind} | self._rule.state_dict(self._parameters),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -423,11 +423,11 @@ class BPRONG(Optimizer):
             raise ValueError(f"the state is not that of {name}, but {found}. Make a new {name} instead of loading it")
         rule = dict(state.pop("rule"))
         whitening = state.pop("whitening")
-        own_rule = type(self._rule).__name__
+        own_rule = self._rule.kind
         if (saved_rule := rule.pop("type")) != own_rule:
             raise ValueError(
-                f"the state has the step rule {saved_rule}, and this optimizer has {own_rule}: one of them was made "
-                f'with lr="auto", and the other with a number'
+                f"the state has the step rule {saved_rule}, and this optimizer has {own_rule}: make it with the same "
+                f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
             )
         self._whitening.check_state(whitening)
         super().load_state_dict(state)

@@ -58,6 +58,11 @@ class StepRule(ABC):
     reads_every_batch: bool = False
     keeps_every_batch: bool = False
 
+    @property
+    def kind(self) -> str:
+        """What a state is refused by, if it is that of another rule."""
+        return type(self).__name__
+
     def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
 

@@ -69,9 +69,10 @@ class SpectralDirection:
 
     def _write(self, layer: Layer, d: Tensor, rate: float, steps: dict[Tensor, Tensor]) -> None:
         """−η s d for W, and + η s d c for b, so that the output changes as if inputs were centred at c."""
-        scale = 1.0 if self.rms is None else self.rms * math.sqrt(d.numel()) / max(float(d.norm()), SMALLEST)
+        if self.rms is not None:
+            d = d * (self.rms * math.sqrt(d.numel()) / d.norm().clamp(min=SMALLEST))
         linear = layer.linear
-        step = linear.shaped(d * -(rate * scale))
+        step = linear.shaped(d * -rate)
         if linear.rows is None:
             steps[layer.weight] = step
         else:

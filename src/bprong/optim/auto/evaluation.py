@@ -223,14 +223,18 @@ def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | N
 
 
 def dot(a: Direction, b: Direction) -> float:
-    """The sum over all parameters that both name.
+    """The sum over all parameters that both name; of complex ones, over real and imaginary parts.
 
     >>> p, q = torch.zeros(2), torch.zeros(1)
     >>> dot({p: torch.tensor([1.0, 2.0]), q: torch.ones(1)}, {p: torch.tensor([3.0, 4.0])})
     11.0
     """
     pairs = ((a[p], d) for p, d in b.items() if p in a)
-    return sum(float(x.flatten().dot(y.flatten()) if x.dtype == y.dtype else (x * y).sum()) for x, y in pairs)
+    return sum(float(_dot(x, y).real) for x, y in pairs)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return x.flatten().vdot(y.flatten()) if x.dtype == y.dtype else (x.conj() * y).sum()
 
 
 def metrics(directions: Mapping[str, Direction], groups: Mapping[Tensor, Group]) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,10 @@ class Automatic(StepRule):
         self._warned: set[str] = set()
         self._is_divisible = False  # not known yet
 
+    @property
+    def kind(self) -> str:
+        return super().kind if self._spectral is None else f"{super().kind}, spectral"
+
     def check_group(self, group: Group) -> None:
         if self._spectral is not None:
             check_momentum(group)
