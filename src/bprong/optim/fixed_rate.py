@@ -12,30 +12,24 @@ from torch import Tensor
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.moments import to_float64
 from bprong.optim.fallback import Fallback
-from bprong.optim.rules import Gradients, States, StepRule
+from bprong.optim.rules import GivenDamping, Gradients, States, StepRule
 from bprong.whitening.layers import Layer, Layers, WeightAndBias
-from bprong.whitening.side import Side, SideName
+from bprong.whitening.side import Side
 
 
 class FixedRate(StepRule):
     """p ← p − η v with momentum v, as torch's SGD, but in coordinates whose inputs are centred at c.
 
-    damping:  of each side
-    few:      whether to damp more where few observations are behind the statistics
     max_step: a bound on the length of each step in the Fisher metric, momentum included; None: no bound
     """
 
-    def __init__(
-        self, damping: Mapping[SideName, Damping], few: bool, max_step: float | None, fallback: Fallback
-    ) -> None:
+    def __init__(self, damping: GivenDamping, max_step: float | None, fallback: Fallback) -> None:
         self._damping = damping
-        self._few = few
         self._max_step = max_step
         self._fallback = fallback
 
     def damping(self, layer: Layer, side: Side) -> Damping:
-        given = self._damping[side.name]
-        return side.damping_for_few(given) if self._few else given
+        return self._damping.of(side)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         directions = layers.directions(gradients.values)

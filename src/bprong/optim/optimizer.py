@@ -36,7 +36,7 @@ from bprong.optim.fixed_rate import FixedRate
 from bprong.optim.gradient_scale import GradientScale
 from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
-from bprong.optim.rules import Gradients, Group, StepRule
+from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirection
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
@@ -193,8 +193,10 @@ class BPRONG(Optimizer):
         }
         all_usual = given == (None, None)
         if spectral and not automatic and max_step not in (None, "auto"):
-            raise ValueError('max_step would have no effect: step="spectral" has steps of a length that lr alone gives')
+            raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
         bound = MAX_STEP if self._whitens_backward and not (automatic or spectral) else None
+        if isinstance(max_step, str) and max_step != "auto":
+            raise ValueError(f'max_step must be a number above 0, "auto" or None, not {max_step!r}')
         if max_step != "auto":
             bound = None if max_step is None else positive("max_step", max_step)
         options = self._options
@@ -204,8 +206,8 @@ class BPRONG(Optimizer):
             fixed = spectral or not all_usual
             return Automatic(self._model, likelihood, options, damping, fixed, bound, self._head, direction)
         if direction is not None:
-            return Spectral(damping, all_usual, direction)
-        return FixedRate(damping, all_usual and bound is not None, bound, options.fallback(0.1))
+            return Spectral(GivenDamping(damping, few=all_usual), direction)
+        return FixedRate(GivenDamping(damping, few=all_usual and bound is not None), bound, options.fallback(0.1))
 
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
         settings = self._options.settings(every, self._whitens_backward, self._rule.early_steps)

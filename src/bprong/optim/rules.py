@@ -16,7 +16,7 @@ from torch import Tensor
 from bprong.capture.batches import Batch
 from bprong.linalg.damped_inverse import Damping
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.side import Side
+from bprong.whitening.side import Side, SideName
 
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]
@@ -44,6 +44,22 @@ class Gradients:
     noted: bool
     batches: Sequence[Batch] = ()
     factor: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class GivenDamping:
+    """The damping that the user gave, or its default.
+
+    by_side: of the inputs and of the errors
+    few:     whether to damp more where few observations are behind the statistics
+    """
+
+    by_side: Mapping[SideName, Damping]
+    few: bool = False
+
+    def of(self, side: Side) -> Damping:
+        given = self.by_side[side.name]
+        return side.damping_for_few(given) if self.few else given
 
 
 class StepRule(ABC):

@@ -21,9 +21,9 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.orthogonal import Whitened, whitened_msgn
 from bprong.optim.fallback import Fallback
-from bprong.optim.rules import Gradients, Group, StepRule
+from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.side import Side, SideName
+from bprong.whitening.side import Side
 
 Power = Literal["half", "whole"]
 AVERAGE = "gradient_average"  # its key in a parameter's state
@@ -68,37 +68,25 @@ class SpectralDirection:
         return side.factor if side.factor is None or self.power == "whole" else side.factor.root
 
     def _write(self, layer: Layer, d: Tensor, rate: float, steps: dict[Tensor, Tensor]) -> None:
-        """−η s d for W, and + η s d c for b, so that the output changes as if inputs were centred at c."""
+        """Adds the step of W to the steps of the fallback rule, and to that of b what centring asks for."""
         if self.rms is not None:
             d = d * (self.rms * math.sqrt(d.numel()) / d.norm().clamp(min=SMALLEST))
-        linear = layer.linear
-        step = linear.shaped(d * -rate)
-        if linear.rows is None:
-            steps[layer.weight] = step
-        else:
-            linear.own(steps.setdefault(layer.weight, torch.zeros_like(layer.weight))).copy_(step)
-        if layer.c is not None and layer.bias is not None and layer.bias in steps:
-            b = linear.vector(steps[layer.bias])
-            b.sub_(linear.times(step, layer.c).to(b.dtype))
+        d_b = -layer.linear.vector(steps[layer.bias]) if layer.bias is not None and layer.bias in steps else None
+        layer.write_step(d * rate, d_b, steps)
 
 
 class Spectral(StepRule):
-    """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW.
+    """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
 
-    damping, few: as for a `FixedRate`
-    """
-
-    def __init__(self, damping: Mapping[SideName, Damping], few: bool, direction: SpectralDirection) -> None:
+    def __init__(self, damping: GivenDamping, direction: SpectralDirection) -> None:
         self._damping = damping
-        self._few = few
         self.direction = direction
 
     def check_group(self, group: Group) -> None:
         check_momentum(group)
 
     def damping(self, layer: Layer, side: Side) -> Damping:
-        given = self._damping[side.name]
-        return side.damping_for_few(given) if self._few else given
+        return self._damping.of(side)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}
