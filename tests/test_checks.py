@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DataParallel
 
 import bprong
-from bprong.checks import integer, is_wrapper, number, one_of, pair, period, positive, refuse_distributed
+from bprong.checks import integer, is_wrapper, number, one_of, pair, period, positive
+from bprong.distributed import unwrapped
 from helpers import mlp
 
 
@@ -108,16 +108,12 @@ class FullyShardedLike(torch.nn.Module):
     """Named like FSDP's classes, which are recognised by name."""
 
 
-def test_wrappers_for_several_devices_are_recognised_and_refused(monkeypatch):
+def test_wrappers_that_are_not_supported_are_refused_by_name():
     model = mlp(3, 2)
-    wrappers = (DataParallel(model), type("FSDPModule", (torch.nn.Module,), {})(), FullyShardedLike())
+    wrappers = {"DataParallel": DataParallel(model), "FSDP": FullyShardedLike()}
     assert not is_wrapper(model)
-    refuse_distributed(model)
-    for wrapper in wrappers:
+    assert unwrapped(model) is model
+    for name, wrapper in wrappers.items():
         assert is_wrapper(wrapper)
-        with pytest.raises(ValueError, match="pass the unwrapped model and train in one process"):
-            refuse_distributed(torch.nn.Sequential(wrapper))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="distributed training .* is not supported"):
-        refuse_distributed(model)
+        with pytest.raises(ValueError, match=f"'0' is wrapped for {name}, which is not supported"):
+            unwrapped(torch.nn.Sequential(wrapper))

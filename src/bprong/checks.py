@@ -8,7 +8,6 @@ import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
 from torch import nn
 
 
@@ -28,16 +27,6 @@ def pair(samples: Any) -> Any:
             f"samples must be x or (x, y), not a tuple of {len(samples)}; give several inputs as ((x1, x2), y)"
         )
     return samples if samples is None or isinstance(samples, tuple) else (samples, None)
-
-
-def refuse_distributed(model: nn.Module) -> None:
-    """Raises ValueError in several processes, each of which would measure its own batches and whiten differently."""
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if processes > 1 or any(map(is_wrapper, model.modules())):
-        raise ValueError(
-            "distributed training (DDP, FSDP, DataParallel) is not supported; pass the unwrapped model and train in "
-            "one process"
-        )
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -78,7 +78,7 @@ def first_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WhiteningWarning)  # that all of the batch is evaluated
         optimizer.step()
-    return float(loss.detach()), optimizer.state_dict()["rule"]["loss"]
+    return float(loss.detach()), optimizer._rule.rule.loss
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import warnings
 from collections.abc import Callable
@@ -85,27 +86,19 @@ def test_a_state_of_another_kind_is_refused_and_nothing_changes(ours: str, their
 
 @pytest.mark.parametrize("ours", OURS)
 def test_the_state_names_the_class_that_it_is_of(ours: str) -> None:
-    """In plain values, so that `torch.load(weights_only=True)` reads it."""
-    state = {key: value for key, value in state_of(ours).items() if key not in ("state", "param_groups")}
-    assert ours.split("(", maxsplit=1)[0] in _strings(state)
-
-
-def _strings(value: Any) -> set[str]:
-    """All strings among the values of nested dictionaries and lists."""
-    if isinstance(value, dict):
-        return set().union(*map(_strings, value.values())) if value else set()
-    if isinstance(value, (list, tuple)):
-        return set().union(*map(_strings, value)) if value else set()
-    return {value} if isinstance(value, str) else set()
+    """As text in a tensor, so that `torch.load(weights_only=True)` and distributed checkpoints keep it."""
+    text = bytes(state_of(ours)["state"][0]["bprong"]["plain"].tolist())
+    assert json.loads(text)["class"] == ours.split("(", maxsplit=1)[0]
 
 
 @RATES
 def test_a_state_without_our_parts_is_that_of_another_optimizer(lr: Rate) -> None:
-    """Such as one that was saved by a wrapper that keeps torch's own two keys only."""
+    """Such as one from which a wrapper kept the entries that it knows."""
     optimizer = bprong.BPRONG(mlp(5, 4, 3), "cross_entropy", lr=lr)
     state = state_of("BPRONG" if lr == 0.1 else 'BPRONG(lr="auto")')
+    others = {i: {k: v for k, v in own.items() if k != "bprong"} for i, own in state["state"].items()}
     with pytest.raises(ValueError, match="BPRONG"):
-        optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        optimizer.load_state_dict(state | {"state": others})
 
 
 # Pickles --------------------------------------------------------------------------------------------------------------

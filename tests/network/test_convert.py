@@ -153,7 +153,7 @@ def test_models_that_cannot_be_whitened_are_refused_with_the_reason_and_unchange
     assert_unchanged(before, snapshot(model))
 
 
-def test_a_ddp_model_is_refused(tmp_path):
+def test_a_ddp_model_is_refused_before_and_accepted_after_it_was_whitened(tmp_path):
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -164,8 +164,8 @@ def test_a_ddp_model_is_refused(tmp_path):
             bprong.whiten_(ddp)
         inner = bprong.whiten_(mlp(3, 2))
         ddp = DistributedDataParallel(inner)
-        with pytest.raises(ValueError, match="pass the unwrapped model"):
-            bprong.Rewhitening(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "cross_entropy")
+        rewhitening = bprong.Rewhitening(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "cross_entropy")
+        assert rewhitening.model is inner
     finally:
         dist.destroy_process_group()
 

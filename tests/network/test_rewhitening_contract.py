@@ -11,6 +11,7 @@ from torch import nn
 
 import bprong
 from bprong.capture.weights import weight_matrix_of
+from bprong.distributed import Ranks
 from bprong.whitening.layers import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
@@ -223,11 +224,12 @@ def test_a_model_without_whitened_layers_is_refused():
         bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy")
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="train in one process"):
-        whitened(5, 3)
+def test_continuous_whitening_is_refused_in_several_processes(monkeypatch):
+    x, _ = classification(20, 5, 3)
+    _, _, rewhitening = whitened(5, 3, refresh="continuous")
+    monkeypatch.setattr(Ranks, "size", 2)
+    with pytest.raises(ValueError, match="works in one process only"):
+        rewhitening.step(x)
 
 
 # State ----------------------------------------------------------------------------------------------------------------

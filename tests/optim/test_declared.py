@@ -649,9 +649,9 @@ def test_forward_whitening_at_a_fixed_rate_needs_no_loss(name):
 
 
 def test_no_learning_rate_is_the_default_with_a_loss():
-    assert bprong.BPRONG(network(), "cross_entropy").state_dict()["rule"]["type"] == "Automatic"
-    assert bprong.BPRONG(network(), "cross_entropy", 0.1).state_dict()["rule"]["type"] == "FixedRate"
-    assert bprong.PRONG(network()).state_dict()["rule"]["type"] == "FixedRate"
+    assert bprong.BPRONG(network(), "cross_entropy")._rule.kind == "Automatic"
+    assert bprong.BPRONG(network(), "cross_entropy", 0.1)._rule.kind == "FixedRate"
+    assert bprong.PRONG(network())._rule.kind == "FixedRate"
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

@@ -155,6 +155,37 @@ class LowRank(Factor):
         return f"rank {self.B.shape[1]} of"
 
 
+class Elsewhere(Factor):
+    """A factor that another process keeps.
+
+    owner: the rank of that process
+    """
+
+    def __init__(self, owner: int, cost: int, dtype: torch.dtype) -> None:
+        self.owner = owner
+        self.cost = cost
+        self.dtype = dtype
+
+    def left(self, M: Tensor) -> Tensor:
+        raise RuntimeError(f"this factor is kept by rank {self.owner}")
+
+    def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
+        return self.left(M)
+
+    @property
+    def root(self) -> Factor:
+        return self
+
+    def to(self, dtype: torch.dtype) -> Elsewhere:
+        return Elsewhere(self.owner, self.cost, dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def __str__(self) -> str:
+        return f"on rank {self.owner},"
+
+
 def shape_of_state(state: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of the inverse that a factor's `state_dict` stands for."""
     return (len(state["B"]),) * 2 if "B" in state else tuple(state["inverse"].shape)

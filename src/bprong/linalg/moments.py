@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Moments:
     mean:     (d,) E[z], or None where nothing is centred (δ, and z of a layer without a trainable bias)
     values:   (d, d) Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ where nothing is centred
     as_rows:  values are the rows z−mean, or z, instead: (n, d)
+    diagonal: values are the diagonal of the scatter, where another process keeps the rest of it
 
     For a side in n blocks they have one dimension more: (n, d), (n, d, d) and (rows, n, d).
     """
@@ -38,6 +39,7 @@ class Moments:
     mean: Tensor | None
     values: Tensor
     as_rows: bool = False
+    diagonal: bool = False
 
     @property
     def scatter(self) -> Tensor:
@@ -61,7 +63,12 @@ class Moments:
         """The diagonal of Ž or D."""
         if self.as_rows:
             return self.values.to(torch.float64).square().sum(dim=0) / self.weight
-        return self.values.diagonal(dim1=-2, dim2=-1).to(torch.float64) / self.weight
+        own = self.values if self.diagonal else self.values.diagonal(dim1=-2, dim2=-1)
+        return own.to(torch.float64) / self.weight
+
+    def thinned(self) -> Moments:
+        """The moments with the diagonal of their scatter alone."""
+        return Moments(self.weight, self.mean, self.variances * self.weight, diagonal=True)
 
     @property
     def finite(self) -> bool:
@@ -81,7 +88,7 @@ class Moments:
     def copy(self) -> Moments:
         """These moments, summed in float64, in memory of their own."""
         scatter = self.scatter
-        return Moments(self.weight, self.mean, scatter.clone() if scatter is self.values else scatter)
+        return replace(self, values=scatter.clone() if scatter is self.values else scatter, as_rows=False)
 
     def average(self, new: Moments, keep: float) -> Moments:
         """A running average without bias: the merger of `new` with these moments, whose weight counts `keep` times."""
@@ -91,7 +98,9 @@ class Moments:
         """The same in the memory of these moments, which must be float64 and are not valid afterwards."""
         old = self.weight * keep
         weight = old + new.weight
-        if new.as_rows:
+        if self.diagonal:
+            scatter = self.values.mul_(keep).add_(new.variances, alpha=new.weight)
+        elif new.as_rows:
             scatter = add_products_(self.values, new.values, keep)
         else:
             scatter = self.values
@@ -99,11 +108,13 @@ class Moments:
             for panel, added in zip(*parts, strict=True):
                 panel.mul_(keep).add_(added)  # which makes a converted copy of what is added
         if self.mean is None or new.mean is None:
-            return Moments(weight, None, scatter)
+            return Moments(weight, None, scatter, diagonal=self.diagonal)
         difference = new.mean - self.mean
         # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
         mean = self.mean + difference * (new.weight / weight)
         between = old * new.weight / weight
+        if self.diagonal:
+            return Moments(weight, mean, scatter.addcmul_(difference, difference, value=between), diagonal=True)
         return Moments(weight, mean, add_outer(scatter, difference, difference, between, out=scatter))
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from bprong.capture.backprop import Fisher
 from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import integer, number, one_of, pair, refuse_distributed, takes_loss
+from bprong.checks import integer, number, one_of, pair, takes_loss
+from bprong.distributed import Ranks, unwrapped
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
@@ -26,8 +27,8 @@ from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Transports, carry_, check_state, holders_for
 from bprong.network.layers import WhitenedLayer
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Schedule, Settings
+from bprong.whitening.refresh import measured_by_all, refresh, update
+from bprong.whitening.schedule import Schedule, Settings, mixed
 from bprong.whitening.side import Side, SideName
 
 RefreshMode = Literal["periodic", "continuous"]
@@ -89,8 +90,8 @@ class Rewhitening:
         solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0, record_every: int | None = None,
         carry: Transports | Sequence[Transports | None] | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
-        refuse_distributed(model)
-        self.model = model
+        self._ranks = Ranks.of(model)
+        self.model = model = unwrapped(model)
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
         self._modules = whitened_layers(model)
         self._holders = holders_for(self.optimizer, carry)
@@ -133,6 +134,8 @@ class Rewhitening:
         An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
         """
         refreshed: list[Refresh] = []
+        if self._mu and self._ranks.size > 1:
+            raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
         if self._schedule.wanted:
             check_state(self._holders, self._modules)
             trained = [layer for layer in self._layers.values() if any(p.requires_grad for p in layer.parameters)]
@@ -181,17 +184,22 @@ class Rewhitening:
         self._tracks[side] = moved
         return True
 
-    def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> dict[str, LayerMoments]:
+    def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> Mapping[str, LayerMoments]:
         """Measures the layers on a batch; rows: the rows of z and δ themselves instead of their moments."""
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
-        return record(
-            self.model, {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}, x, y,
+        seed = self._schedule.seed
+        own = partial(
+            record, self.model,
+            {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}, x, y,
             likelihood=self._likelihood if self._schedule.two_sided else None,
-            fisher=self._schedule.settings.fisher, seed=self._schedule.seed, rows=rows,
+            fisher=self._schedule.settings.fisher, rows=rows,
+            seed=mixed(seed, self._ranks.rank) if self._ranks.rank else seed,
             inputs=self._schedule.measured("forward"), errors=self._schedule.measured("backward"),
             counted=nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None,
         )  # fmt: skip
+        centred = {layer.name: self._modules[layer.name].centred for layer in trained}
+        return measured_by_all(self._ranks, self._layers, self._schedule, centred, own, self.model.parameters)
 
     def _take(
         self,

@@ -36,11 +36,15 @@ class Fallback:
         step = (m / denominator).mul_(-lr / correction)
         return torch.view_as_complex(step) if gradient.is_complex() else step
 
-    def _moments(self, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
-        """The first moment and the root of the corrected second one, as real numbers; the correction of the first."""
+    def prepare(self, gradient: Tensor, state: dict[str, Any]) -> None:
+        """Starts the state, if that has not been done."""
         if "exp_avg" not in state:
             count = torch.zeros((), device="cpu")  # on the CPU, as in torch's optimizers: it is read at every step
             state |= {"step": count, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
+
+    def _moments(self, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
+        """The first moment and the root of the corrected second one, as real numbers; the correction of the first."""
+        self.prepare(gradient, state)
         state["step"] += 1
         t = float(state["step"])
         first, second = self.betas

@@ -31,6 +31,14 @@ class FixedRate(StepRule):
     def damping(self, layer: Layer, side: Side) -> Damping:
         return self._damping.of(side)
 
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:
+        covered = layers.parameters
+        for p, g in gradients.values.items():
+            if p not in covered:
+                self._fallback.prepare(g, gradients.states[p])
+            elif gradients.groups[p]["momentum"]:
+                _momentum(p, gradients.states)
+
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         directions = layers.directions(gradients.values)
         scale = self._scale(directions, gradients)
@@ -121,11 +129,17 @@ def _velocity(
     beta = group["momentum"]
     if not beta:
         return direction
+    velocity = own(_momentum(parameter, states)).mul_(beta).add_(direction)
+    return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
+
+
+def _momentum(parameter: Tensor, states: States) -> Tensor:
+    """The momentum of a parameter, which starts at zero."""
     state = states[parameter]
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(parameter)
-    velocity = own(state["momentum_buffer"]).mul_(beta).add_(direction)
-    return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
+    found: Tensor = state["momentum_buffer"]
+    return found
 
 
 class _Steps:

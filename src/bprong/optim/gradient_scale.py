@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+
+from bprong.distributed import Ranks
 
 WATCHED = 4  # parameters
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
@@ -33,7 +35,7 @@ class GradientScale:
         self._watched = [min(part, key=Tensor.numel) for part in parts]
         self._norms: dict[int, Tensor] = {}
         # The hook holds on to the norms and not to this object, which removes it when it is no longer used.
-        hook = partial(_note_norm, self._norms)
+        hook = partial(_note, self._norms, [weakref.ref(p) for p in self._watched])
         for parameter in self._watched:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)
@@ -54,6 +56,21 @@ class GradientScale:
         return found[-1] if found else 1.0
 
 
-def _note_norm(norms: dict[int, Tensor], parameter: Tensor) -> None:
-    if parameter.grad is not None and not parameter.grad.is_sparse:
-        norms[id(parameter)] = parameter.grad.detach().norm()
+def _note(norms: dict[int, Tensor], watched: Sequence[weakref.ref[Tensor]], parameter: Tensor) -> None:
+    """Notes the norm of a gradient: at once or, in several processes, when these have averaged all gradients.
+
+    They do so in a callback at the end of the backward pass; a callback that a callback queues comes after it. Then all
+    norms are noted, since a parameter may have been used by other ranks only.
+    """
+    if Ranks().size == 1:
+        _note_norms(norms, [parameter])
+        return
+    parameters = [p for p in (ref() for ref in watched) if p is not None]
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(partial(queue, partial(_note_norms, norms, parameters)))
+
+
+def _note_norms(norms: dict[int, Tensor], parameters: Sequence[Tensor]) -> None:
+    for p in parameters:
+        if p.grad is not None and not p.grad.is_sparse:
+            norms[id(p)] = p.grad.detach().norm()

@@ -23,7 +23,8 @@ from bprong.capture.output import Head, Key
 from bprong.capture.own_pass import without_autocast
 from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, Limits, covered_weights
-from bprong.checks import integer, number, one_of, positive, refuse_distributed, takes_loss
+from bprong.checks import integer, number, one_of, positive, takes_loss
+from bprong.distributed import Ranks, unwrapped
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM
@@ -31,6 +32,7 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic
+from bprong.optim.checkpoint import KEY, exchanged_layers, packed, unpacked
 from bprong.optim.declared import DeclaredLoss
 from bprong.optim.fixed_rate import FixedRate
 from bprong.optim.gradient_scale import GradientScale
@@ -133,6 +135,8 @@ class BPRONG(Optimizer):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         self._check_model(model)
+        self._ranks = Ranks.of(model)
+        model = unwrapped(model)
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
         one_of("solver", solver, get_args(Solver))
@@ -164,6 +168,7 @@ class BPRONG(Optimizer):
             self._rule.keeps_every_batch,
         )
         self._refused = 0
+        self._processes: int | None = None  # that made the steps so far
         self._started: float | None = None
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._gradient_scale = GradientScale(self._parameters)
@@ -176,7 +181,6 @@ class BPRONG(Optimizer):
                 f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
                 f"{name}(model.parameters(), ...). Use params= to select parameters"
             )
-        refuse_distributed(model)
 
     def _rule_of(
         self,
@@ -204,7 +208,10 @@ class BPRONG(Optimizer):
         if automatic:
             likelihood = self._loss.loss.likelihood
             fixed = spectral or not all_usual
-            return Automatic(self._model, likelihood, options, damping, fixed, bound, self._head, direction)
+            return Automatic(
+                self._model, likelihood, options, damping, fixed, bound, self._head, direction, self._ranks,
+                self._loss.loss.sums,
+            )  # fmt: skip
         if direction is not None:
             return Spectral(GivenDamping(damping, few=all_usual), direction)
         return FixedRate(GivenDamping(damping, few=all_usual and bound is not None), bound, options.fallback(0.1))
@@ -216,7 +223,7 @@ class BPRONG(Optimizer):
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._loss.loss, layers, schedule, self._head)
+        return Whitening(self._model, self._loss.loss, layers, schedule, self._head, self._ranks, self._options.sharded)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""
@@ -231,7 +238,8 @@ class BPRONG(Optimizer):
         """Makes one step with the gradients in `.grad`; returns the loss of the closure, if one is given.
 
         Gradients that are not finite are refused with a warning and nothing changes; several in a row raise an error.
-        On a fresh optimizer, gradients that are all zero do nothing and do not count as a step.
+        On a fresh optimizer, gradients that are all zero create the states of the parameters, as distributed
+        checkpoints ask for, and do not count as a step.
         """
         loss = None
         if closure is not None:
@@ -239,17 +247,24 @@ class BPRONG(Optimizer):
                 loss = closure()
         gradients = self._gradients()
         if not self._acceptable(gradients):
+            if gradients.t == 0:
+                self._rule.prepare(gradients, self._whitening.layers)
+                for p in gradients.values:
+                    self.state[p].setdefault(KEY, {})  # where distributed checkpoints expect something to be loaded
             self._forget()
             return loss
-        gradients = self._with_batches(gradients)
-        if self._rule.undo_if_blown_up_(gradients) or (self._rule.reads_every_batch and not gradients.batches):
+        self._check_processes()
+        gradients = self._with_batches_of_all(gradients)
+        if self._rule.undo_if_blown_up_(gradients) or (self._rule.reads_every_batch and not gradients.any_batch):
             self._forget()
             return loss
         start = time.perf_counter()
-        self._started = start if self._started is None else self._started
+        if self._started is None:
+            self._started = start - sum(self._whitening.seconds.values())  # measured in the first backward pass
         whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
-            if gradients.batches or whitening.recorded:
+            several = self._ranks.size > 1
+            if whitening.measures if several else gradients.batches or whitening.recorded:
                 whitening.refresh(gradients.batches, self._rule.damping, self._take)
                 start = time.perf_counter()
             if gradients.t == 0:
@@ -268,6 +283,33 @@ class BPRONG(Optimizer):
         schedule = self._whitening.schedule
         values = {p: p.grad for p in groups if p.grad is not None}
         return Gradients(values, groups, self.state, schedule.t, schedule.seed, self._whitening.due)
+
+    def _check_processes(self) -> None:
+        """Raises RuntimeError if training goes on with another number of processes: their states would differ."""
+        size = self._ranks.size
+        self._ranks.check()
+        if self._processes is None:
+            unwrapped(self._model)  # it may have been sharded since the optimizer was made
+        elif size != self._processes:
+            raise RuntimeError(
+                f"the first steps were made by {self._processes} processes, and this one by {size}. Start "
+                f"torch.distributed before the first step, or load a checkpoint into a new optimizer"
+            )
+        self._processes = size
+
+    def _with_batches_of_all(self, gradients: Gradients) -> Gradients:
+        """The gradients with the batches of this rank, and whether any rank has one."""
+        found = gradients
+
+        def own() -> list[float]:
+            nonlocal found
+            found = self._with_batches(gradients)
+            return [float(bool(found.batches))]
+
+        if self._ranks.size > 1 and not (self._whitening.measures or self._rule.communicates(gradients)):
+            return replace(self._with_batches(gradients), any_batch=True)
+        any_batch = self._ranks.sums(1, own)[0] > 0
+        return replace(found, any_batch=any_batch)
 
     def _with_batches(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches behind them, if these are needed for this step."""
@@ -409,22 +451,31 @@ class BPRONG(Optimizer):
             self._whitening.cover(self._layers())
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own state with the keys "whitening" and "rule": tensors and plain values only."""
-        return super().state_dict() | {
-            "class": type(self).__name__,
-            "whitening": self._whitening.state_dict(),
-            "rule": {"type": self._rule.kind} | self._rule.state_dict(self._parameters),
-        }
+        """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
+        parameters = self._parameters
+        rule = {"type": self._rule.kind} | self._rule.state_dict(parameters)
+        whitening = self._whitening.state_dict()
+        entries = packed(parameters, self._all_layers(), whitening, rule, type(self).__name__)
+        if self._whitening.layers.sharding is not None:
+            entries = exchanged_layers(entries, parameters, self._all_layers(), self._whitening.layers.sharding)
+        found = super().state_dict()
+        own = {i: {k: v for k, v in found["state"].get(i, {}).items() if k != KEY} for i in range(len(parameters))}
+        return found | {"state": {i: own[i] | {KEY: entry} for i, entry in enumerate(entries)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; the state of another model is refused."""
-        state = dict(state_dict)
         name = type(self).__name__
-        if (saved := state.pop("class", None)) != name:
-            found = "another optimizer's" if saved is None else f"that of {saved}"
-            raise ValueError(f"the state is not that of {name}, but {found}. Make a new {name} instead of loading it")
-        rule = dict(state.pop("rule"))
-        whitening = state.pop("whitening")
+        states = state_dict["state"]
+        names = [key for group in state_dict["param_groups"] for key in group["params"]]  # or numbers
+        entries = {i: states[key][KEY] for i, key in enumerate(names) if KEY in states.get(key, {})}
+        parameters = self._parameters
+        if "plain" not in entries.get(0, {}):
+            raise ValueError(
+                f"the state is not that of {name}, but another optimizer's. Make a new {name} instead of loading it"
+            )
+        whitening, rule, saved = unpacked(parameters, self._all_layers(), entries)
+        if saved != name:
+            raise ValueError(f"the state is not that of {name}, but that of {saved}. Make a new {saved} and load it")
         own_rule = self._rule.kind
         if (saved_rule := rule.pop("type")) != own_rule:
             raise ValueError(
@@ -432,10 +483,17 @@ class BPRONG(Optimizer):
                 f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
             )
         self._whitening.check_state(whitening)
-        super().load_state_dict(state)
-        self._rule.load_state_dict(rule, self._parameters)
+        others = {name: {k: v for k, v in state.items() if k != KEY} for name, state in states.items()}
+        super().load_state_dict(state_dict | {"state": {name: state for name, state in others.items() if state}})
+        self._rule.load_state_dict(rule, parameters)
         self._whitening.load_state_dict(whitening)
+        self._processes = None  # a checkpoint may have been made by another number of processes
         self._forget()
+
+    def _all_layers(self) -> list[Layer]:
+        """All layers that could be whitened: those that are, and those that were left to the fallback rule."""
+        demoted = self._layers().values() if self._whitening.demoted else ()
+        return [*self._whitening.layers.values(), *(one for one in demoted if one.name in self._whitening.demoted)]
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -459,6 +517,8 @@ _OWN = (
     "_loss",
     "_model",
     "_options",
+    "_processes",
+    "_ranks",
     "_refused",
     "_rule",
     "_whitening",

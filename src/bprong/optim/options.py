@@ -31,6 +31,9 @@ class Options:
     record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     seed              of sampled targets; by default torch's initial seed
     channels          whiten the inputs of convolutions over their channels alone, whatever their size
+    sharded           in several processes: each keeps the factors of some layers and computes their steps, which are
+                      then exchanged. It saves memory and work, and costs an exchange at each step. state_dict() must
+                      then be called by all processes
     nesterov          Nesterov's form of momentum, as for SGD; by default for spectral steps only
     power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
                       (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
@@ -50,6 +53,7 @@ class Options:
     record_every: int | None = None
     seed: int | None = None
     channels: bool = False
+    sharded: bool = False
     nesterov: bool | None = None
     power: Power = "half"
     fallback_rate: float | None = None
@@ -60,6 +64,7 @@ class Options:
             integer("options['seed']", self.seed, 0)
         one_of("options['refresh']", self.refresh, (None, *get_args(Mode)))
         one_of("options['channels']", self.channels, (False, True))
+        one_of("options['sharded']", self.sharded, (False, True))
         one_of("options['nesterov']", self.nesterov, (None, False, True))
         one_of("options['power']", self.power, get_args(Power))
         number("options['fallback_rate']", self.fallback_rate or 0.0, 0)

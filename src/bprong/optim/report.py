@@ -91,7 +91,8 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
             numbers |= {"age": t - side.refreshed_at, "drift": side.last_drift}
         if side.moments is not None:
             epsilon = damping(layer, side).amounts(side.moments.variances)
-            numbers |= {"directions": _directions(side.moments), "damping": float(epsilon.mean())}
+            directions = None if side.moments.diagonal else _directions(side.moments)
+            numbers |= {"directions": directions, "damping": float(epsilon.mean())}
         row |= {f"{side.name}_{key}": value for key, value in numbers.items()}
     return row
 

@@ -33,6 +33,7 @@ class Gradients:
     seed:     for random numbers of this step
     noted:    whether lengths of steps are noted for the report, which would cost too much at every step
     batches:  those behind the gradients, with their targets, if the rule keeps every batch or statistics are due
+    any_batch: whether there is one on any rank
     factor:   what gradients were multiplied by since the backward pass; None: they differ in it
     """
 
@@ -43,6 +44,7 @@ class Gradients:
     seed: int
     noted: bool
     batches: Sequence[Batch] = ()
+    any_batch: bool = False
     factor: float | None = 1.0
 
 
@@ -79,8 +81,15 @@ class StepRule(ABC):
         """What a state is refused by, if it is that of another rule."""
         return type(self).__name__
 
+    def communicates(self, gradients: Gradients) -> bool:
+        """Whether ranks exchange numbers of this step, apart from statistics."""
+        return False
+
     def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
+
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:  # noqa: B027  # a rule may do without states
+        """Creates the states of the parameters, as the first step would, and changes nothing else."""
 
     @abstractmethod
     def step_(self, gradients: Gradients, layers: Layers) -> None:

@@ -21,7 +21,7 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.orthogonal import Whitened, whitened_msgn
 from bprong.optim.fallback import Fallback
-from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
+from bprong.optim.rules import GivenDamping, Gradients, Group, States, StepRule
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.side import Side
 
@@ -43,20 +43,43 @@ class SpectralDirection:
     power: Power = "half"
     rms: float | None = RMS
 
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:
+        """Creates the states of the parameters."""
+        moved = _moved(gradients, layers)
+        weights = {layer.weight for layer in moved}
+        for p in {p for layer in moved for p in layer.parameters} & gradients.values.keys():
+            _average(p, gradients.states)
+        for p, g in gradients.values.items():
+            if p not in weights:
+                self.fallback.prepare(g, gradients.states[p])
+
     def steps(self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]) -> dict[Tensor, Tensor]:
         """The steps by parameter; rates: their learning rates. The averages in the parameters' states advance."""
-        moved = [layer for layer in layers.values() if layer.weight in gradients.values and not layer.linear.one_hot]
+        moved = _moved(gradients, layers)
         weights = {layer.weight for layer in moved}
         averages = _averages([p for layer in moved for p in layer.parameters if p in gradients.values], gradients)
-        directions = whitened_msgn([self._whitened(layer, averages) for layer in moved])
+        directions = self._directions(moved, layers, averages)
         steps = {
             p: self.fallback.direction(g, gradients.states[p], self.fallback.rate * rates[p])
             for p, g in gradients.values.items()
             if p not in weights
         }
-        for layer, d in zip(moved, directions, strict=True):
-            self._write(layer, d, rates[layer.weight], steps)
+        for layer in moved:
+            self._write(layer, directions[layer.name], rates[layer.weight], steps)
         return steps
+
+    def _directions(
+        self, moved: Sequence[Layer], layers: Layers, averages: Mapping[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        """Rᵀ msgn(R M Uᵀ) U of each layer, by name; if layers are sharded, each from its owner."""
+        own = [layer for layer in moved if layers.is_own(layer)]
+        found = whitened_msgn([self._whitened(layer, averages) for layer in own])
+        by_name = {layer.name: d for layer, d in zip(own, found, strict=True)}
+        if layers.sharding is None:
+            return by_name
+        like = {layer.name: [M for M in layer.gradients(averages)[:1] if M is not None] for layer in moved}
+        exchanged = layers.sharding.exchanged(like, {name: [d] for name, d in by_name.items()})
+        return {name: d for name, (d,) in exchanged.items()}
 
     def _whitened(self, layer: Layer, averages: Mapping[Tensor, Tensor]) -> Whitened:
         layer.follow_dtype()
@@ -88,6 +111,9 @@ class Spectral(StepRule):
     def damping(self, layer: Layer, side: Side) -> Damping:
         return self._damping.of(side)
 
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:
+        self.direction.prepare(gradients, layers)
+
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}
         steps = self.direction.steps(gradients, layers, rates)
@@ -109,15 +135,26 @@ def check_momentum(group: Group) -> None:
         raise ValueError('step="spectral" averages gradients: momentum must be above 0; the default is 0.95')
 
 
+def _moved(gradients: Gradients, layers: Layers) -> list[Layer]:
+    """The layers that make spectral steps: those with a gradient, without embeddings."""
+    return [layer for layer in layers.values() if layer.weight in gradients.values and not layer.linear.one_hot]
+
+
+def _average(parameter: Tensor, states: States) -> Tensor:
+    """The average of a parameter's gradients, which starts at zero."""
+    state = states[parameter]
+    if AVERAGE not in state:
+        state[AVERAGE] = torch.zeros_like(parameter)
+    found: Tensor = state[AVERAGE]
+    return found
+
+
 def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
     found = {}
     for p in parameters:
         g = gradients.values[p]
         group = gradients.groups[p]
-        state = gradients.states[p]
-        if AVERAGE not in state:
-            state[AVERAGE] = torch.zeros_like(p)
-        average = state[AVERAGE].lerp_(g.to(p.dtype), 1 - group["momentum"])
+        average = _average(p, gradients.states).lerp_(g.to(p.dtype), 1 - group["momentum"])
         found[p] = g.lerp(average.to(g.dtype), group["momentum"]) if group["nesterov"] else average
     return found

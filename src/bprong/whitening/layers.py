@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bprong.capture.measure import LayerMoments
 from bprong.capture.weights import WeightMatrix
+from bprong.distributed import Sharding
 from bprong.errors import WhiteningError, warn
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, RootSolver, inverses_of_equals
@@ -77,8 +78,10 @@ class Layer:
         self.c = None if self.c is None else self.c.to(dtype)
         return bool(changed)
 
-    def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
+    def update(self, measured: LayerMoments, keep: float, thin: bool = False) -> Iterator[tuple[Side, Moments]]:
         """Adds what was measured to the running averages; gives each side measured with the moments to factor.
+
+        thin: another process factors them, so that their diagonals are enough
 
         What was measured is released, because factoring takes memory too.
         """
@@ -87,7 +90,7 @@ class Layer:
         measured.delta = None
         for side, moments in found:
             if moments is not None and side in self.sides:
-                yield side, side.update(moments, keep)
+                yield side, side.update(moments.thinned() if thin else moments, keep)
 
     def take(self, side: Side, moments: Moments, factor: Factor) -> None:
         """Puts a new factor into force and, if it is the inputs', a new centre."""
@@ -212,6 +215,7 @@ class Layers(dict[str, Layer]):
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
+        self.sharding: Sharding | None = None  # None: every process has all factors
         self._groups: list[tuple[list[Layer], Callable[..., WeightAndBias]]] | None = None
 
     @property
@@ -222,17 +226,39 @@ class Layers(dict[str, Layer]):
         """To be called when a factor has changed or a layer was removed."""
         self._groups = None
 
+    def is_own(self, layer: Layer) -> bool:
+        """Whether this process has the factors of a layer."""
+        return self.sharding is None or self.sharding.is_own(layer.name)
+
     def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of every layer."""
+        if self.sharding is None:
+            return self._own_directions(gradients)
+        given = {layer.name: [g for g in layer.gradients(gradients) if g is not None] for layer in self.values()}
+        own = {
+            layer.name: [d for d in found if d is not None] for layer, found in self._own_directions(gradients).items()
+        }
+        exchanged = self.sharding.exchanged(given, own)
+        found = {}
+        for layer in self.values():
+            parts = iter(exchanged[layer.name])
+            d_W, d_b = (None if g is None else next(parts) for g in layer.gradients(gradients))
+            found[layer] = d_W, d_b
+        return found
+
+    def _own_directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
+        """The preconditioned gradients of the layers that this process has the factors of."""
         if any([layer.follow_dtype() for layer in self.values()]):  # noqa: C419  # all of them
             self.changed()
         if self._groups is None:
-            shapes = {layer: shape for layer in self.values() if (shape := _shape_of_small(layer)) is not None}
+            own = [layer for layer in self.values() if self.is_own(layer)]
+            shapes = {layer: shape for layer in own if (shape := _shape_of_small(layer)) is not None}
             self._groups = [(layers, _precondition_of(layers)) for layers in _equal(shapes)]
         found: dict[Layer, WeightAndBias] = {}
         for layers, together in self._groups:
             found |= _directions_of(layers, together, gradients)
-        return {layer: found.get(layer) or layer.direction(gradients) for layer in self.values()}
+        own = [layer for layer in self.values() if self.is_own(layer)]
+        return {layer: found.get(layer) or layer.direction(gradients) for layer in own}
 
     def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
         """The exact factors of those of the sides that can be factored with others of the same shape."""
@@ -251,7 +277,7 @@ class Layers(dict[str, Layer]):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_groups": None}
+        return {"_groups": None, "sharding": None}
 
 
 def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:

@@ -7,9 +7,10 @@ coordinates, the optimizer puts a new factor into force. `Whitening` runs the lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from bprong.capture.measure import LayerMoments, measure, merged, record, with_g
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import own_pass, random_numbers, without_autocast
 from bprong.capture.weights import WeightMatrix
+from bprong.distributed import ALIKE, ALONE, Ranks, Sharding, Share, assigned, shared
+from bprong.distributed import merged as merged_over_ranks
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss
@@ -31,11 +34,12 @@ from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import Schedule, mixed, period_for
-from bprong.whitening.side import SIDES, Side
+from bprong.whitening.side import SIDES, Backoff, Side
 
 SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
 
 Updated = dict[Side, tuple[Layer, Moments]]
+Pending = dict[Side, tuple[Layer, Moments, Damping]]
 Damper = Callable[[Layer, Side], Damping]
 # Puts new moments of a side into force; the factor is given if it was computed together with others.
 Take = Callable[[Layer, Side, Moments, Damping, Factor | None], None]
@@ -47,40 +51,165 @@ def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) ->
     return {
         side: (layers[name], moments)
         for name, layer_moments in measured.items()
-        for side, moments in layers[name].update(layer_moments, keep)
+        for side, moments in layers[name].update(layer_moments, keep, thin=not layers.is_own(layers[name]))
     }
 
 
 def refresh(
-    layers: Layers, updated: Updated, schedule: Schedule, damping: Damper, take: Take, new: Collection[str] = ()
+    layers: Layers,
+    updated: Updated,
+    schedule: Schedule,
+    damping: Damper,
+    take: Take,
+    new: Collection[str] = (),
+    ranks: Ranks = ALONE,
 ) -> None:
     """Refreshes the sides that are due: all of them, or by drift those whose moments have moved.
 
-    new: the names of layers that are due whatever the schedule says
+    new:   the names of layers that are due whatever the schedule says
+    ranks: the processes that share the work
 
     A side that cannot be refreshed keeps its factor, with a warning, and raises after several failures in a row.
     """
     due = schedule.due
+    pending = {
+        side: (layer, moments, damping(layer, side))
+        for name in SIDES
+        for side, (layer, moments) in updated.items()
+        if side.name == name and (name in due or layer.name in new)
+    }
+    if schedule.settings.refresh == "drift":
+        pending = _drifted(layers, schedule, pending, ranks)
+    together: Mapping[Side, Factor | WhiteningError] = (
+        layers.factors_of_equals(pending) if ranks.size == 1 else _shared_factors(layers, pending, ranks)
+    )
     failed: set[Layer] = set()
-    for name in SIDES:
-        pending = {
-            side: (layer, moments, damping(layer, side))
-            for side, (layer, moments) in updated.items()
-            if side.name == name and (name in due or layer.name in new)
-        }
-        if schedule.settings.refresh == "drift":
-            pending = {side: found for side, found in pending.items() if schedule.has_drifted(side, *found[1:])}
-        together = layers.factors_of_equals(pending)
-        for side, (layer, moments, epsilon) in pending.items():
-            try:
-                take(layer, side, moments, epsilon, together.get(side))
-            except WhiteningError as reason:
-                layer.failed(side, reason, quiet=layer in failed)  # both sides of a layer often fail for one reason
-                failed.add(layer)
-                continue
-            side.refreshed_at = schedule.t
-            side.failures = 0
+    for side, (layer, moments, epsilon) in pending.items():
+        factor = together.get(side)
+        try:
+            if isinstance(factor, WhiteningError):
+                raise factor
+            take(layer, side, moments, epsilon, factor)
+        except WhiteningError as reason:
+            layer.failed(side, reason, quiet=layer in failed)  # both sides of a layer often fail for one reason
+            failed.add(layer)
+            continue
+        side.refreshed_at = schedule.t
+        side.failures = 0
     layers.changed()
+
+
+def _drifted(layers: Layers, schedule: Schedule, pending: Pending, ranks: Ranks) -> Pending:
+    """The sides whose factors are out of date; each is compared with its new moments by its owner."""
+    owners = _owners(layers, pending, ranks)
+
+    def drifts() -> list[float]:
+        return [
+            side.drift(moments, epsilon) if owners[side] == ranks.rank else 0.0
+            for side, (_, moments, epsilon) in pending.items()
+        ]
+
+    found = ranks.sums(len(pending), drifts)
+    return {
+        side: pending[side] for side, drift in zip(pending, found, strict=True) if schedule.has_drifted(side, drift)
+    }
+
+
+def _owners(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, int]:
+    """The rank that factors each side."""
+    if layers.sharding is not None:
+        return {side: layers.sharding.owners[layer.name] for side, (layer, *_) in pending.items()}
+    return assigned({side: side.blocks.cost for side in pending}, ranks.size)
+
+
+def _shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
+    """The factors of all sides, each from its owner, and whether its owner will try low rank next time."""
+    owners = _owners(layers, pending, ranks)
+
+    def solve(sides: Sequence[Side]) -> dict[Side, Factor | WhiteningError]:
+        found: dict[Side, Factor | WhiteningError] = {}
+        found |= layers.factors_of_equals({side: pending[side] for side in sides})
+        for side in sides:
+            layer, moments, epsilon = pending[side]
+            try:
+                found[side] = found.get(side) or side.solve(moments, epsilon, layer.like)
+            except WhiteningError as reason:
+                found[side] = reason
+        return found
+
+    like = {side: (side.blocks, layer.like) for side, (layer, *_) in pending.items()}
+    factors = shared(ranks, owners, like, solve, everywhere=layers.sharding is None)
+    backoffs = ranks.table(2 * len(pending), lambda: [x for side in pending for x in astuple(side.backoff)])
+    for i, side in enumerate(pending):
+        skip, next_skip = backoffs[owners[side], 2 * i : 2 * i + 2].tolist()
+        side.backoff = Backoff(int(skip), int(next_skip))
+    return factors
+
+
+FLAGS = ("known", "called", "empty", "unexplained", "targets")  # what is exchanged about each layer of each rank
+
+
+def _flags(found: Mapping[str, LayerMoments], names: Iterable[str]) -> list[float]:
+    own = ((name in found, found.get(name, LayerMoments())) for name in names)
+    return [float(x) for known, m in own for x in (known, m.called, m.empty, m.unexplained, m.targets)]
+
+
+def measured_by_all(
+    ranks: Ranks,
+    layers: Layers,
+    schedule: Schedule,
+    centred: Centred,
+    own: Callable[[], Mapping[str, LayerMoments]],
+    alike: Callable[[], Iterable[Tensor | None]],
+) -> Mapping[str, LayerMoments]:
+    """What all ranks have measured together, as if one process had measured all of their batches.
+
+    own:    measures the batches of this rank
+    alike:  tensors that must be the same on all ranks: their gradients, or their parameters
+    """
+    if ranks.size == 1 or not centred:
+        return own()
+    found: dict[str, LayerMoments] = {}
+
+    def numbers() -> list[float]:
+        found.update(own())
+        tensors = [tensor.detach() for tensor in alike() if tensor is not None]
+        size = sum(float(norm) for norm in torch._foreach_norm(tensors)) if tensors else 0.0
+        return [*divmod(schedule.base_seed, 2**32), size, *_flags(found, centred)]
+
+    table = ranks.table(3 + len(FLAGS) * len(centred), numbers)
+    if not torch.allclose(table[:, 2], table[:1, 2], rtol=ALIKE, equal_nan=True):
+        raise RuntimeError(
+            f"the gradients or parameters of {ranks.size} processes differ: each would train a model of its own. "
+            f"Wrap the model in torch.nn.parallel.DistributedDataParallel, or average gradients before each step"
+        )
+    schedule.base_seed = int(table[0, 0]) * 2**32 + int(table[0, 1])
+    return _merged_over_ranks(ranks, layers, centred, found, table[:, 3:])
+
+
+def _merged_over_ranks(
+    ranks: Ranks, layers: Layers, centred: Centred, found: Mapping[str, LayerMoments], flags: Tensor
+) -> dict[str, LayerMoments]:
+    """The moments of all ranks together; flags: (ranks, layers · FLAGS) what `_flags` gives on each of them."""
+    shares = []
+    for name, is_centred in centred.items():
+        own = found.get(name, LayerMoments())
+        linear = layers[name].linear
+        shares.append(Share(linear.inputs, is_centred, 0.0 if own.z is None else own.z.weight, own.z))
+        weight = own.targets if own.delta is None else own.delta.weight  # errors that do not reach it are zero
+        shares.append(Share(linear.outputs, False, float(weight), own.delta))
+    moments = merged_over_ranks(ranks, shares, layers[next(iter(centred))].weight)
+    by_layer = flags.reshape(ranks.size, -1, len(FLAGS)).sum(dim=0).tolist()
+    return {
+        name: LayerMoments(
+            z=z, delta=delta, called=called > 0, empty=empty > 0, unexplained=unexplained > 0, targets=int(targets),
+            probe=found[name].probe if name in found else None,
+        )
+        for name, z, delta, (known, called, empty, unexplained, targets) in zip(
+            centred, moments[::2], moments[1::2], by_layer, strict=True
+        )
+        if known
+    }  # fmt: skip
 
 
 class Whitening:
@@ -95,6 +224,8 @@ class Whitening:
     unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
                trained. The first step that trains one measures it, so that it does not follow its plain gradient
     recorded:  what the user's own forward passes have measured since the last step
+    ranks:     the processes that train the model together
+    sharded:   whether each of them keeps the factors of its own layers only
     seconds:   the time spent, by purpose
     """
 
@@ -105,8 +236,12 @@ class Whitening:
         layers: Layers,
         schedule: Schedule,
         head: Head,
+        ranks: Ranks = ALONE,
+        sharded: bool = False,
     ) -> None:
         self.head = head
+        self.ranks = ranks
+        self.sharded = sharded
         self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
@@ -153,19 +288,40 @@ class Whitening:
 
         batches: those since the last step
         """
+        self._shard()
         centred = self._centred()
         new = {name for name in centred if self.layers[name].forward.moments is None}
         with self._timed("statistics"):
-            measured = self._checked(self._measured(batches, centred), new)
+            own = partial(self._measured, batches, centred)
+            measured = measured_by_all(self.ranks, self.layers, self.schedule, centred, own, self._gradients)
+            measured = self._checked(measured, new)
             if not measured:
                 return
             updated = update(self.layers, measured, self.schedule.settings.average)
         with self._timed("factorisation"):
-            refresh(self.layers, updated, self.schedule, damping, take, new & self.unused)
+            refresh(self.layers, updated, self.schedule, damping, take, new & self.unused, self.ranks)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
             seen = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             self.schedule.every = period_for(seen, overhead)
+
+    def _shard(self) -> None:
+        """Assigns layers to ranks, once, and leaves what this rank does not own to the others."""
+        if not self.sharded or self.ranks.size == 1 or self.layers.sharding is not None:
+            return
+        costs = {name: sum(side.blocks.cost for side in layer.sides) for name, layer in self.layers.items()}
+        self.layers.sharding = Sharding(self.ranks, assigned(costs, self.ranks.size))
+        for name, layer in self.layers.items():
+            for side in () if self.layers.is_own(layer) else layer.sides:
+                side.leave_to(self.layers.sharding.owners[name])
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step refreshes something, as far as all ranks know it: gradients are the same on all of them."""
+        return self.due or bool(with_gradient(self.layers[name].linear for name in self.unused))
+
+    def _gradients(self) -> Iterator[Tensor | None]:
+        return (layer.weight.grad for layer in self.layers.values())
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
@@ -178,8 +334,9 @@ class Whitening:
         Without a trained bias nothing is centred, because training W would then amount to adding a bias.
         """
         names = self.unused.union(*(self.schedule.measured(side) for side in SIDES)) if self.due else self.unused
-        trained = {name: [p for p in self.layers[name].parameters if self._is_trained(p)] for name in names}
-        return {name: any(p is self.layers[name].bias for p in own) for name, own in trained.items() if own}
+        chosen = (layer for layer in self.layers.values() if layer.name in names)  # in the same order on all ranks
+        trained = {layer: [p for p in layer.parameters if self._is_trained(p)] for layer in chosen}
+        return {layer.name: any(p is layer.bias for p in own) for layer, own in trained.items() if own}
 
     def _is_trained(self, parameter: Tensor) -> bool:
         return parameter.requires_grad and parameter in self.given
@@ -192,7 +349,7 @@ class Whitening:
         output = replace(output, class_dim=batch.class_dim)
         y = self._data_targets(batch)
         autocast = without_autocast(output.values.device.type)
-        seed = mixed(self.schedule.seed, index)
+        seed = self._seed(index)
         numbers = drawing(seed, output.values.device)
         if not type(self._likelihood).__module__.startswith("bprong."):  # a user's own draws from torch's generator
             numbers = random_numbers(self._model, seed)
@@ -202,13 +359,15 @@ class Whitening:
     def _measured(self, batches: Sequence[Batch], centred: Centred) -> dict[str, LayerMoments]:
         """The moments of these layers over all batches since the last step.
 
-        A batch that could not be measured in the user's own pass is run through the model again.
+        A batch that could not be measured in the user's own pass is run through the model again. So are all batches
+        for a layer that none of their calls reached, although it has a gradient.
         """
         found = list(self.recorded)
+        measured = [batch.measured for batch in batches if batch.measured is not None]
+        seen = {name for own in measured for name, layer in own.items() if layer.called or layer.empty}
+        missing = with_gradient(self.layers[name].linear for name in centred if name not in seen)
         for i, batch in enumerate(() if found else batches):
             own = dict(batch.measured or {})
-            unseen = [name for name in centred if name not in own or not (own[name].called or own[name].empty)]
-            missing = with_gradient(self.layers[name].linear for name in unseen)
             names = centred if batch.measured is None and self.due else missing
             if batch.x is not None and names:
                 own |= self._run_again(i, batch, {name: centred[name] for name in names})
@@ -224,8 +383,12 @@ class Whitening:
             return record(
                 self._model, {name: (self.layers[name].linear, centre) for name, centre in centred.items()},
                 copied(batch.x, whole, dtype), self._data_targets(batch), counted=counted, class_dim=batch.class_dim,
-                head=self.head, seed=mixed(self.schedule.seed, index), **self._what_to_measure(),
+                head=self.head, seed=self._seed(index), **self._what_to_measure(),
             )  # fmt: skip
+
+    def _seed(self, index: int) -> int:
+        """The seed of the targets sampled for a batch; no other batch of this step has it, on any rank."""
+        return mixed(self.schedule.seed, index * self.ranks.size + self.ranks.rank)
 
     def _data_targets(self, batch: Batch) -> Tensor | None:
         """The targets of the data, if they are needed."""
@@ -258,7 +421,7 @@ class Whitening:
 
             yield measure_output
 
-    def _checked(self, measured: dict[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
+    def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
         first = {name: found for name, found in measured.items() if name in new}
         called = {name for name, found in first.items() if found.called or found.empty}
@@ -331,5 +494,7 @@ class Whitening:
         self.schedule.load_state_dict(state["schedule"])
         for name, saved in state["layers"].items():
             self.layers[name].load_state_dict(saved)
+        self.layers.sharding = None
+        self._shard()
         self.layers.changed()
         self.attend()

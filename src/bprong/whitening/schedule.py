@@ -16,8 +16,6 @@ import torch
 
 from bprong.capture.backprop import Fisher
 from bprong.checks import number, one_of, period
-from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.moments import Moments
 from bprong.whitening.layers import Layer
 from bprong.whitening.side import SIDES, Side, SideName
 
@@ -94,7 +92,7 @@ class Schedule:
         self.settings = settings
         self.t = 0
         self.every: int | None = None  # the period that `overhead` determined; None before the first refresh
-        self._seed = settings.seed
+        self.base_seed = settings.seed
         self._layers = layers
         self.sides = tuple(name for name in SIDES if any(self._all(name)))
         self.two_sided = self.sides == SIDES  # errors are whitened too
@@ -117,12 +115,13 @@ class Schedule:
         periodic = self.settings.refresh == "periodic"
         return {layer.name for layer, side in self._all(name) if periodic or self._is_due(name, side.interval or 1)}
 
-    def has_drifted(self, side: Side, moments: Moments, damping: Damping) -> bool:
-        """Whether the factor of a side is out of date.
+    def has_drifted(self, side: Side, drift: float) -> bool:
+        """Whether the factor of a side that has drifted this far is out of date.
 
         A side that has not drifted is measured half as often from now on, one that has twice as often.
         """
-        drifted = not side.drift(moments, damping) <= DRIFT  # NaN counts as drift, for the refresh to report
+        side.last_drift = drift if side.factor is not None else None
+        drifted = not drift <= DRIFT  # NaN counts as drift, for the refresh to report
         if not self._all_due:
             interval = side.interval or 1
             side.interval = max(1, interval // 2) if drifted else min(LONGEST_INTERVAL, 2 * interval)
@@ -131,7 +130,7 @@ class Schedule:
     @property
     def seed(self) -> int:
         """The seed of the targets sampled at this step."""
-        return mixed(self._seed, self.t)
+        return mixed(self.base_seed, self.t)
 
     def _all(self, name: SideName) -> Iterator[tuple[Layer, Side]]:
         """The sides of this name, each with its layer."""
@@ -155,13 +154,13 @@ class Schedule:
         return self.t == 0 or self.t in early.union(self.settings.early_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"t": self.t, "seed": self._seed, "every": self.every}
+        return {"t": self.t, "seed": self.base_seed, "every": self.every}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not {"t", "seed", "every"} <= set(state):
             raise ValueError(f"the state of a schedule has t, seed and every; this one has {sorted(state)}")
         self.t = state["t"]
-        self._seed = state["seed"]
+        self.base_seed = state["seed"]
         self.every = state["every"]
 
 

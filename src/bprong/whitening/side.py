@@ -10,7 +10,15 @@ from torch import Tensor
 
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, RootSolver
-from bprong.linalg.factors import Factor, LowRank, distance_from_white, exact_factor, factor_of_state, low_rank
+from bprong.linalg.factors import (
+    Elsewhere,
+    Factor,
+    LowRank,
+    distance_from_white,
+    exact_factor,
+    factor_of_state,
+    low_rank,
+)
 from bprong.linalg.moments import Moments, float64_device
 
 SideName = Literal["forward", "backward"]
@@ -92,6 +100,13 @@ class Side:
         self.observations = new.weight
         return new
 
+    def leave_to(self, owner: int) -> None:
+        """Leaves the side to another process: of its moments the diagonal remains, of its factor the cost."""
+        if self.moments is not None and not self.moments.diagonal:
+            self.moments = self.moments.thinned()
+        if self.factor is not None:
+            self.factor = Elsewhere(owner, self.factor.cost, self.factor.dtype)
+
     def drift(self, moments: Moments, damping: Damping) -> float:
         """How far the factor is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖; infinite without a factor."""
         if self.factor is None:
@@ -99,8 +114,7 @@ class Side:
         damped = moments.second_in(self.factor.dtype)
         diagonal = damped.diagonal(dim1=-2, dim2=-1)
         diagonal.add_(damping.amounts(diagonal))
-        self.last_drift = distance_from_white(self.factor, damped)
-        return self.last_drift
+        return distance_from_white(self.factor, damped)
 
     def damping_for_few(self, damping: Damping) -> Damping:
         """The damping with 0.1 tr/N added, because N observations leave the eigenvalues uncertain."""
@@ -134,7 +148,7 @@ class Side:
         """Tensors and plain values only."""
         return {
             "moments": None if self.moments is None else self.moments.state_dict(),
-            "factor": None if self.factor is None else self.factor.state_dict(),
+            "factor": None if self.factor is None else self.factor.state_dict() or None,
             "backoff": asdict(self.backoff),
             **{key: getattr(self, key) for key in _SAVED},
         }

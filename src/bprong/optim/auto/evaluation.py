@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.output import Head
+from bprong.distributed import Ranks
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Likelihood, nontrivial
 from bprong.linalg.moments import finite
@@ -33,9 +34,9 @@ class Evaluation:
     loss      the mean −log p of a target; None: the targets are not known
     slopes    (k,) its derivatives along the directions, on the examples that Q is of; zero if it is not known
     targets   the number of targets of these examples
-    part      the part of all examples that they are
+    part      the part of all examples that they are; `examples` is the number of these
     loss_now  computes the loss again, at the current parameters, on the same examples and random numbers
-    weight    of this loss in that of all batches
+    weight    of this loss in that of all batches: what multiple of the mean −log p of its targets the user's loss is
     refused   why forward-mode AD was unavailable; None: it was available
     undivided why the model could not be run on a subset of the batch, so that all of it was evaluated; None: it could
     """
@@ -45,6 +46,7 @@ class Evaluation:
     slopes: Tensor
     targets: int
     part: float = 1.0
+    examples: int = 1
     loss_now: Callable[[], float] = lambda: math.nan
     weight: float = 1.0
     refused: str | None = None
@@ -61,15 +63,17 @@ def evaluate(
     everything: bool,
     forward_mode: bool,
     head: Head | None = None,
+    ranks: int = 1,
 ) -> Evaluation:
     """The quadratic model on the batches of a step.
 
     everything: on all examples; otherwise on a subset, unless the model cannot be run on one, because states, masks or
     graphs belong to the whole batch
     head: finds the model's output
+    ranks: the number of processes that evaluate their own batches
     """
     parts: list[Evaluation] = []
-    counts = evaluated_counts(batches, likelihood, everything)
+    counts = evaluated_counts(batches, likelihood, everything, ranks)
     for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         if not count and len(batches) > 1:
             continue
@@ -87,13 +91,15 @@ def evaluate(
         if reason is not None:
             return replace(
                 evaluate(
-                    model, batches, directions, likelihood, seed, everything=True, forward_mode=forward_mode, head=head
+                    model, batches, directions, likelihood, seed, everything=True, forward_mode=forward_mode, head=head,
+                    ranks=ranks,
                 ),
                 undivided=reason,
-            )
+            )  # fmt: skip
         run = partial(output_of, model, x, seed + i, batch.class_dim, head)
         parts.append(_part(model, x, seed + i, found, batch, subset, likelihood, run))
-    return replace(_merged(parts), part=sum(counts) / sum(examples(batch.x) for batch in batches))
+    total = sum(examples(batch.x) for batch in batches)
+    return replace(_merged(parts), part=sum(counts) / total, examples=total)
 
 
 def declared_slope(
@@ -110,13 +116,15 @@ def declared_slope(
     return total
 
 
-def why_undivided(model: nn.Module, batches: Sequence[Batch], likelihood: Likelihood, head: Head | None) -> str | None:
+def why_undivided(
+    model: nn.Module, batches: Sequence[Batch], likelihood: Likelihood, head: Head | None, ranks: int = 1
+) -> str | None:
     """Why a model cannot be run on a subset of a batch; None: it can.
 
     In eval mode a subset must give the rows that the whole batch gives. It does not if the first dimension is time.
     """
     batch = batches[0]
-    subset = batch.subset(evaluated_counts(batches, likelihood, everything=False)[0])
+    subset = batch.subset(evaluated_counts(batches, likelihood, everything=False, ranks=ranks)[0])
     if subset.everything:
         return None
     training = [module for module in model.modules() if module.training]
@@ -182,12 +190,52 @@ def _merged(parts: Sequence[Evaluation]) -> Evaluation:
         loss=sum(losses) if len(losses) == len(parts) else None,
         slopes=torch.stack([weight * part.slopes for weight, part in weighted]).sum(dim=0),
         targets=sum(part.targets for part in parts),
+        weight=total,
         loss_now=lambda: sum(weight * part.loss_now() for weight, part in weighted),
         refused=next((part.refused for part in parts if part.refused is not None), None),
     )
 
 
-def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everything: bool) -> list[int]:
+def over_ranks(ranks: Ranks, directions: int, own: Callable[[], Evaluation | None]) -> Evaluation:
+    """The quadratic model of the batches of all ranks, from that of each; None: it has no batch."""
+    if ranks.size == 1:
+        alone = own()
+        assert alone is not None
+        return alone
+    k = directions
+    found: Evaluation | None = None
+
+    def numbers() -> list[float]:
+        nonlocal found
+        found = own()
+        if found is None:
+            return [0.0] * (k * k + k + 8)
+        w = found.weight
+        flags = [found.loss is None, found.refused is not None, found.undivided is not None]
+        counts = [found.part * found.examples, found.examples, found.targets]
+        return [w, w * (found.loss or 0.0), *map(float, flags), *counts, *(w * found.slopes), *(w * found.Q).flatten()]
+
+    weight, loss, unknown, refused, undivided, evaluated, examples, targets, *rest = ranks.sums(k * k + k + 8, numbers)
+    rest = [x / weight for x in rest]
+
+    def loss_now() -> float:
+        own_loss = [0.0] if found is None else [found.weight * found.loss_now()]
+        return ranks.sums(1, lambda: own_loss)[0] / weight
+
+    other = "on another rank"
+    return Evaluation(
+        Q=torch.tensor(rest[k:], dtype=torch.float64, device="cpu").view(k, k),
+        loss=None if unknown else loss / weight,
+        slopes=torch.tensor(rest[:k], dtype=torch.float64, device="cpu"),
+        targets=int(targets),
+        part=evaluated / examples,
+        loss_now=loss_now,
+        refused=(found and found.refused) or other if refused else None,
+        undivided=(found and found.undivided) or other if undivided else None,
+    )
+
+
+def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everything: bool, ranks: int = 1) -> list[int]:
     """On how many examples of each batch the quadratic model is evaluated: of the first ones, until they are enough.
 
     Targets are counted, because an example may have many: a sequence has one for each token, an image one for each
@@ -198,7 +246,7 @@ def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everythin
     enough = total
     if not everything:
         targets = sum(_targets_of(batch, likelihood) for batch in batches)
-        least = math.ceil(SETTINGS.evaluated_least * total / max(1, targets))
+        least = math.ceil(SETTINGS.evaluated_least / ranks * total / max(1, targets))
         enough = min(total, max(int(SETTINGS.evaluated_part * total), least, 2))
     left = [enough - before for before in accumulate(lengths, initial=0)]
     return [

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bprong.capture.batches import Batch
 from bprong.capture.output import Head
+from bprong.distributed import ALONE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
-from bprong.optim.auto.evaluation import Evaluation, declared_slope, dot, evaluate, metrics, why_undivided
+from bprong.optim.auto.evaluation import Evaluation, declared_slope, dot, evaluate, metrics, over_ranks, why_undivided
 from bprong.optim.auto.linearized import Direction
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
@@ -51,6 +53,8 @@ class Automatic(StepRule):
         max_step: float | None = None,
         head: Head | None = None,
         spectral: SpectralDirection | None = None,
+        ranks: Ranks = ALONE,
+        sums: bool = False,
     ) -> None:
         if options.fallback_rate is not None:
             raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
@@ -67,6 +71,8 @@ class Automatic(StepRule):
         self._head = head
         self._fallback = options.fallback()
         self._spectral = spectral
+        self._ranks = ranks
+        self._sums = sums  # the loss is a sum, whose scale changes with the number of targets
         if spectral is not None:
             self.early_steps = ()
         self._warned: set[str] = set()
@@ -94,6 +100,15 @@ class Automatic(StepRule):
             "lambda": self.rule.lam,
             "ratio": self.rule.ratio,
         }
+
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:
+        if self._spectral is not None:
+            self._spectral.prepare(gradients, layers)
+        covered = layers.parameters
+        for p, g in gradients.values.items():
+            if self._spectral is None and p not in covered:
+                self._fallback.prepare(g, gradients.states[p])
+            gradients.states[p] |= {LAST: torch.zeros_like(p), LAST_LR: 0.0}
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
@@ -137,19 +152,31 @@ class Automatic(StepRule):
         if not rule.update_damping(found, c, found.loss_now() - found.loss):
             self.undo_(gradients)
 
+    def communicates(self, gradients: Gradients) -> bool:
+        """At evaluations, at steps that may have to be undone, and at all steps if the loss is a sum.
+
+        Gradients are the same on all ranks, so that all agree.
+        """
+        return self.rule.evaluates(gradients.t) or self._sums or self._slope_along_last(gradients) > -self.rule.promised
+
+    def _slope_along_last(self, gradients: Gradients) -> float:
+        """The slope of the mean −log p along the last update, by the present gradients."""
+        last = {p: gradients.states[p][LAST] for p in self.moved if p in gradients.values}
+        return dot(gradients.values, last) / (self.rule.scale * (gradients.factor or 1.0))
+
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
-        known = [(batch.targets, batch.left) for batch in gradients.batches if batch.targets is not None]
-        if not known or len(known) < len(gradients.batches):
+        if self._ranks.size > 1 and not self.communicates(gradients):
             return False
-        multiples = [targets.multiple() for targets, _ in known]
-        scale = sum(multiples)
+        total, scale, batches, known, lefts, targets = self._ranks.sums(6, lambda: _totals(gradients.batches))
+        if not known or known < batches:
+            return False
+        scale /= self._ranks.size  # processes average their gradients
         self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
-        losses = [targets.mean(left.output) for targets, left in known if left is not None]
-        if len(losses) < len(known):
+        if lefts < known:
             return False
-        loss = sum(part * loss for part, loss in zip(multiples, losses, strict=True)) / scale
-        overshot = bool(self.rule.promised) and self._overshot(gradients, scale)
+        loss = total / (scale * self._ranks.size)
+        overshot = bool(self.rule.promised) and self._overshot(gradients, scale, int(targets))
         if not (self.rule.blew_up(loss) or overshot):
             return False
         if self.undo_(gradients):
@@ -157,16 +184,24 @@ class Automatic(StepRule):
         self.rule.first_loss = max(self.rule.first_loss or 0.0, loss)  # it is that high without an update
         return False
 
-    def _overshot(self, gradients: Gradients, scale: float) -> bool:
+    def _overshot(self, gradients: Gradients, scale: float, targets: int) -> bool:
         """Whether the last step raised a part of the loss that F does not see, such as that of a second head."""
         last = {p: gradients.states[p][LAST] for p in self.moved if p in gradients.values}
         slope = dot(gradients.values, last) / (scale * (gradients.factor or 1.0))
-        overshot = self.rule.overshot(slope, sum(len(b.targets.y) for b in gradients.batches if b.targets is not None))
+        overshot = self.rule.overshot(slope, targets)
         if overshot and not self.rule.overshoots:
-            own = declared_slope(self._model, gradients.batches, last, mixed(gradients.seed, -2), self._head) / scale
-            self.rule.overshoots = own < slope / 2
+            seed = self._seed(gradients, -2)
+            own = self._ranks.sums(
+                1, lambda: [declared_slope(self._model, gradients.batches, last, seed, self._head)]
+            )  # fmt: skip
+            self.rule.overshoots = own[0] / (scale * self._ranks.size) < slope / 2
         self.rule.follow(slope)
         return overshot and self.rule.overshoots
+
+    def _seed(self, gradients: Gradients, purpose: int) -> int:
+        """A seed that no other purpose and no other rank has at this step."""
+        seed = mixed(gradients.seed, purpose)
+        return mixed(seed, self._ranks.rank) if self._ranks.rank else seed
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
@@ -198,24 +233,15 @@ class Automatic(StepRule):
             d_W, d_b = (d if d is None or rate == 1 else d * rate for d, rate in zip(steps, rates, strict=True))
             layer.write_step(d_W, d_b, whitened)
         adam = {p: self._fallback.direction(g, states[p], relative[p]) for p, g in values.items() if p not in whitened}
-        last = {p: states[p][LAST] for p in values if LAST in states[p]}
+        last = {p: states[p][LAST] for p in values if LAST in states[p] and self.moved}
         found: dict[str, Direction] = {"whitened": whitened, "adam": adam, "last": last}
         return {name: direction for name, direction in found.items() if direction or name == "whitened"}
 
     def _evaluate(self, directions: list[Direction], gradients: Gradients) -> Evaluation:
-        if not self.rule.everything and not self._is_divisible:
-            undivided = why_undivided(self._model, gradients.batches, self._likelihood, self._head)
-            self._is_divisible = undivided is None
-            self.rule.everything = undivided is not None
-        else:
-            undivided = None
-        found = evaluate(
-            self._model, gradients.batches, directions, self._likelihood, mixed(gradients.seed, -1),
-            everything=self.rule.everything, forward_mode=self.rule.forward_mode, head=self._head,
-        )  # fmt: skip
-        if undivided := undivided or found.undivided:
+        found = over_ranks(self._ranks, len(directions), lambda: self._evaluate_own(directions, gradients))
+        if found.undivided is not None:
             self.rule.everything = True
-            self._warn(f"the model cannot be run on a subset of a batch, so all of it is evaluated: {undivided}")
+            self._warn(f"the model cannot be run on a subset of a batch, so all of it is evaluated: {found.undivided}")
         if found.refused is not None and self.rule.forward_mode:
             self.rule.forward_mode = False
             self._warn(f"forward-mode AD is unavailable for this model; using finite differences: {found.refused}")
@@ -225,6 +251,22 @@ class Automatic(StepRule):
                 "optimizer.observe(x, y) before step()"
             )
         return found
+
+    def _evaluate_own(self, directions: list[Direction], gradients: Gradients) -> Evaluation | None:
+        """The quadratic model of this rank's batches; None if it has none."""
+        if not gradients.batches:
+            return None
+        ranks = self._ranks.size
+        undivided = None
+        if not self.rule.everything and not self._is_divisible:
+            undivided = why_undivided(self._model, gradients.batches, self._likelihood, self._head, ranks)
+            self._is_divisible = undivided is None
+        everything = self.rule.everything or undivided is not None
+        found = evaluate(
+            self._model, gradients.batches, directions, self._likelihood, self._seed(gradients, -1),
+            everything=everything, forward_mode=self.rule.forward_mode, head=self._head, ranks=ranks,
+        )  # fmt: skip
+        return replace(found, undivided=undivided or found.undivided)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -245,6 +287,20 @@ class Automatic(StepRule):
         self.moved = [p for p, moved in zip(parameters, kept.pop("moved"), strict=True) if moved]
         self.pending = {p: d.to(p.device) for p, d in pending if d is not None}
         self.rule = replace(self.rule, **kept)
+
+
+def _totals(batches: Sequence[Batch]) -> list[float]:
+    """Of the batches of a rank: the loss, its scale, how many there are, of how many of them targets and outputs are
+    known, and the number of targets. The loss is a multiple of the mean −log p of a target, its scale."""
+    known = [(batch.targets, batch.left) for batch in batches if batch.targets is not None]
+    multiples = [targets.multiple() for targets, _ in known]
+    losses = [
+        multiple * targets.mean(left.output)
+        for multiple, (targets, left) in zip(multiples, known, strict=True)
+        if left is not None
+    ]
+    count = sum(len(targets.y) for targets, _ in known)
+    return [sum(losses), sum(multiples), len(batches), len(known), len(losses), count]
 
 
 def _penalised(parameter: Tensor, gradient: Tensor, group: Group, scale: float) -> Tensor:

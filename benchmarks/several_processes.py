@@ -1,0 +1,209 @@
+"""What do refreshes and steps cost in several processes: seconds, bytes, messages and memory of each rank?
+
+The deep autoencoder on random numbers; processes of one thread each on this machine, which needs as many cores. Ways:
+
+    alone        one process with the batches of all ranks
+    replicated   every rank factors all sides (what sharing saves, for comparison)
+    shared       the default: each side is factored by one rank, and all ranks receive the factor
+    sharded      options={"sharded": True}: each rank keeps the factors of its own layers only
+
+Bytes are those of the tensors that a rank puts into collective operations; what the network makes of them depends on
+the backend. "Beyond" is what remains after the triangles of the moments and the factors themselves.
+
+    python benchmarks/several_processes.py             rows into docs/several-processes.csv, then as below
+    python benchmarks/several_processes.py --draw      tables in Markdown
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from harness.command_line import CommandLine
+from harness.rows import columns_of, grouped, read, write
+from harness.tables import markdown, median_and_range
+from problems.networks import perceptron
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bprong
+from bprong.distributed import Ranks
+from bprong.whitening import refresh
+
+WIDTHS = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
+SMALL = [20, 30, 10, 20]
+BATCH = 250  # of all processes together
+WAYS = ["alone", "replicated", "shared", "sharded"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One round of one rank: a step with a refresh of everything, and a step without one."""
+
+    way: str
+    processes: int
+    rank: int
+    round: int
+    refresh: float
+    step: float
+    refresh_bytes: int
+    refresh_messages: int
+    least_bytes: int
+    step_bytes: int
+    step_messages: int
+    state: int
+
+
+class Traffic:
+    """Counts what a process puts into collective operations of ours."""
+
+    def __init__(self) -> None:
+        self.bytes = self.messages = 0
+        for name in ("gathered", "sum_", "received"):
+            setattr(Ranks, name, self._counting(getattr(Ranks, name)))
+
+    def _counting(self, send: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(ranks: Ranks, values: Tensor, *others: Any) -> Tensor:
+            self.bytes += values.nbytes
+            self.messages += 1
+            return send(ranks, values, *others)
+
+        return counted
+
+    def taken(self) -> tuple[int, int]:
+        """What was counted since the last call."""
+        found = self.bytes, self.messages
+        self.bytes = self.messages = 0
+        return found
+
+
+def factored_by_all(layers: Any, pending: Any, _ranks: Ranks) -> Any:
+    """Replaces the sharing of factors: every rank computes all of them."""
+    found = dict(layers.factors_of_equals(pending))
+    for side, (layer, moments, epsilon) in pending.items():
+        found[side] = found.get(side) or side.solve(moments, epsilon, layer.like)
+    return found
+
+
+def measured(rank: int, processes: int, way: str, rounds: int, widths: Sequence[int]) -> list[Row]:
+    torch.set_num_threads(1)
+    traffic = Traffic()
+    if way == "replicated":
+        refresh._shared_factors = factored_by_all  # type: ignore[assignment]
+    model: nn.Module = perceptron(widths, "tanh", 0)
+    wrapped = DistributedDataParallel(model) if processes > 1 else model
+    criterion = nn.MSELoss()
+    optimizer = bprong.BPRONG(
+        wrapped, criterion, lr=0.01, every=2, solver="exact", options={"sharded": way == "sharded"}
+    )
+    x = torch.rand(BATCH // processes, widths[0], generator=torch.Generator().manual_seed(rank))
+    whitening = optimizer._whitening
+    found = []
+    for i in range(-1, rounds):
+        times, traffics = [], []
+        for _ in range(2):  # with a refresh, and without one
+            optimizer.zero_grad()
+            if processes > 1:
+                dist.barrier()
+            before = whitening.seconds["statistics"] + whitening.seconds["factorisation"]
+            criterion(wrapped(x), x).backward()
+            start = perf_counter()
+            optimizer.step()
+            spent = whitening.seconds["statistics"] + whitening.seconds["factorisation"] - before
+            times.append(spent if not times else perf_counter() - start)
+            traffics.append(traffic.taken())
+        if i >= 0:
+            state = sum(map(_bytes, [whitening.layers, optimizer.state]))
+            (refreshed, messages), (stepped, step_messages) = traffics
+            least = least_bytes(whitening.layers, way) if processes > 1 else 0
+            found.append(
+                Row(way, processes, rank, i, *times, refreshed, messages, least, stepped, step_messages, state)
+            )
+    return found
+
+
+def least_bytes(layers: Any, way: str) -> int:
+    """The triangles of all moments in float64 and, if all ranks receive them, all factors in float32."""
+    sides = [side for layer in layers.values() for side in layer.sides]
+    triangles = sum(side.blocks.entries // side.blocks.size * (side.blocks.size + 1) * 4 for side in sides)
+    return triangles + (sum(side.blocks.entries * 4 for side in sides) if way == "shared" else 0)
+
+
+def _bytes(held: Any) -> int:
+    """The bytes of all tensors behind layers, or behind the states of parameters."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, dict):
+        return sum(map(_bytes, held.values()))
+    if isinstance(held, bprong.whitening.layers.Layer):
+        kept = [side.moments.values for side in held.sides if side.moments is not None]
+        factors = [getattr(side.factor, "inverse", None) for side in held.sides]
+        return sum(map(_bytes, [*kept, *(factor for factor in factors if factor is not None)]))
+    return 0
+
+
+def work(rank: int, processes: int, way: str, rounds: int, widths: Sequence[int], folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    write(Path(folder) / f"{rank}.csv", measured(rank, processes, way, rounds, widths), columns_of(Row))
+    dist.destroy_process_group()
+
+
+def run(way: str, processes: int, rounds: int, widths: Sequence[int]) -> list[Row]:
+    if processes == 1:
+        return measured(0, 1, way, rounds, widths)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (processes, way, rounds, widths, folder), nprocs=processes)  # type: ignore[no-untyped-call]
+        return [row for rank in range(processes) for row in read(Path(folder) / f"{rank}.csv", Row)]
+
+
+def tables(rows: Sequence[Row]) -> str:
+    groups = grouped(rows, "way", "processes")
+    base = median([row.refresh for row in groups.get(("replicated", 2), rows)])
+    alone = groups.get(("alone", 1), rows)
+    lines = []
+    for (way, processes), own in groups.items():
+        beyond = [row.refresh_bytes / row.least_bytes - 1 for row in own if row.least_bytes]
+        lines.append([
+            way, processes,
+            f"{1000 * median([row.refresh for row in own]):.0f}",
+            f"{median([row.refresh for row in own]) / base:.2f}",
+            f"{own[0].refresh_bytes / 1e6:.2f}", own[0].refresh_messages,
+            f"{median(beyond):.1%}" if beyond else "–",
+            f"{own[0].step_bytes / 1e6:.2f}", own[0].step_messages,
+            f"{max(row.state for row in own) / alone[0].state:.2f}",
+        ])  # fmt: skip
+    titles = [
+        "way", "processes", "refresh, ms", "replicated = 1", "MB of a refresh", "messages", "beyond",
+        "MB of a step", "messages", "state, alone = 1",
+    ]  # fmt: skip
+    return markdown(titles, lines) + f"\n\nRefresh alone: {median_and_range([1000 * row.refresh for row in alone])} ms."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = CommandLine(__doc__, out=True, draw=True)
+    parser.setting("rounds", 7, 1, "measured refreshes of each way, after one that is not")
+    parser.setting("processes", [2, 4], [2], "numbers of processes")
+    options = parser.parse(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    path = options.out / "several-processes.csv"
+    if not options.draw:
+        widths = SMALL if options.quick else WIDTHS
+        rows = run("alone", 1, options.rounds, widths)
+        for processes in options.processes:
+            for way in WAYS[1:]:
+                rows += run(way, processes, options.rounds, widths)
+        write(path, rows, columns_of(Row))
+    print(tables(read(path, Row)))
+
+
+if __name__ == "__main__":
+    main()

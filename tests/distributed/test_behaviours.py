@@ -1,0 +1,137 @@
+"""Two processes of which one is different: all take the same decision, or all stop with an error that says why."""
+
+import behaviours
+import launch
+import pytest
+import torch
+from cases import Case, data, made, parameters, train
+from torch import nn
+
+import bprong
+from bprong.distributed import Ranks, assigned
+from helpers import assert_close
+
+NAMES = [
+    "ranks_seeded_differently", "resumed", "saved_for_one_process", "distributed_checkpoint",
+    "a_batch_that_is_not_finite", "an_empty_batch", "an_error_on_one_rank", "gradients_that_differ",
+    "averaged_by_hand", "join", "copies", "whitened", "a_rank_that_does_not_arrive",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    return dict(zip(NAMES, launch.run(2, *(f"behaviours:{name}" for name in NAMES)), strict=True))
+
+
+def same(by_rank):
+    return all(torch.equal(by_rank[0], other) for other in by_rank)
+
+
+def test_the_seed_of_sampled_targets_is_rank_0s_and_no_two_ranks_sample_alike(found):
+    for name in behaviours.RULES:
+        (seed, own, first), (other_seed, others_own, second) = (of[name] for of in found["ranks_seeded_differently"])
+        assert seed == other_seed
+        assert own != others_own
+        assert torch.equal(first, second), name
+
+
+@pytest.mark.parametrize("way", ["resumed", "distributed_checkpoint"])
+def test_a_run_resumes_bit_for_bit(found, way):
+    for by_rank in found[way]:
+        for name, (straight, resumed) in by_rank.items():
+            assert torch.equal(straight, resumed), name
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one(found):
+    case = Case()
+    for (name, sharded), (state, expected) in found["saved_for_one_process"][0].items():
+        model = made(case)
+        optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), options={"fisher": "exact"}, **behaviours.RULES[name])
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        for t in range(10, 20):
+            optimizer.zero_grad()
+            x, y = (torch.cat(parts) for parts in zip(*(data(case, rank, t, 0) for rank in range(2)), strict=True))
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        assert_close(parameters(model), expected, 1e-9, f"{name}, sharded={sharded}")
+
+
+def test_a_batch_that_is_not_finite_is_refused_by_all(found):
+    for name in behaviours.RULES:
+        by_rank = [of[name] for of in found["a_batch_that_is_not_finite"]]
+        assert {steps for steps, _, _ in by_rank} == {7}, name
+        assert all(warned for _, warned, _ in by_rank)
+        assert same([values for _, _, values in by_rank])
+        assert by_rank[0][2].isfinite().all()
+
+
+def test_a_rank_without_examples_takes_part(found):
+    for name in behaviours.RULES:
+        by_rank = [of[name] for of in found["an_empty_batch"]]
+        assert {steps for steps, _ in by_rank} == {12}, name
+        assert same([values for _, values in by_rank])
+
+
+def test_an_error_on_one_rank_stops_all(found):
+    for name in behaviours.RULES:
+        first, second = (of[name] for of in found["an_error_on_one_rank"])
+        assert "error on rank 1" in first, name
+        assert "there is no batch to measure" in second, name
+
+
+def test_gradients_that_nobody_averages_are_an_error(found):
+    assert all(
+        "Wrap the model in torch.nn.parallel.DistributedDataParallel" in message
+        for message in found["gradients_that_differ"]
+    )
+
+
+def test_gradients_may_be_averaged_by_hand(found):
+    case = Case(steps=10, arguments={"lr": 0.05, "options": {"fisher": "exact"}})
+    assert same(found["averaged_by_hand"])
+    assert_close(found["averaged_by_hand"][0], parameters(train(case, 2)[0]), 1e-9, "averaged by hand")
+
+
+def test_join_is_refused_by_name(found):
+    assert all("Join is not supported" in message for message in found["join"])
+
+
+def test_a_rank_that_does_not_arrive_is_an_error_that_says_so(found):
+    message = found["a_rank_that_does_not_arrive"][0]
+    assert "rank 0 of 2 could not exchange statistics" in message
+    assert "has not come to this step in time" in message
+
+
+def test_copies_can_be_made(found):
+    assert found["copies"] == [(True, 1), (True, 1)]
+
+
+def test_the_papers_network_takes_the_path_of_one_process(found):
+    alone = parameters(bprong.fold(behaviours.train_whitened([0, 1])))
+    assert same(found["whitened"])
+    assert_close(found["whitened"][0], alone, 1e-9, "the paper's network")
+
+
+# In one process -------------------------------------------------------------------------------------------------------
+
+
+def test_processes_that_appear_after_the_first_step_are_an_error(monkeypatch):
+    case = Case()
+    model = made(case)
+    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), lr=0.1)
+    x, y = data(case, 0, 0, 0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    monkeypatch.setattr(Ranks, "size", 2)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="the first steps were made by 1 processes, and this one by 2"):
+        optimizer.step()
+
+
+def test_the_costliest_items_are_assigned_first():
+    costs = {"a": 3.0, "b": 8.0, "c": 5.0, "d": 4.0}
+    owners = assigned(costs, 2)
+    loads = [sum(costs[key] for key, owner in owners.items() if owner == rank) for rank in range(2)]
+    assert sorted(loads) == [9.0, 11.0]
+    assert set(assigned(costs, 1).values()) == {0}

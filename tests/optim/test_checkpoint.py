@@ -1,0 +1,90 @@
+"""Checkpoints by torch.distributed.checkpoint, which keeps what is in the states of parameters and nothing else."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import bprong
+from helpers import assert_unchanged, classification, mlp, snapshot
+from training import train
+
+X, Y = classification(60, 5, 3)
+RULES = {
+    "fixed": {"lr": 0.05},
+    "momentum": {"lr": 0.05, "momentum": 0.9, "every": 2},
+    "low rank": {"lr": 0.05, "solver": "low-rank"},
+    "spectral": {"lr": 0.01, "step": "spectral"},
+    "auto": {},
+    "auto, spectral": {"step": "spectral"},
+}
+
+
+def with_norm():
+    """A network in which some parameters follow the fallback rule."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 20), nn.LayerNorm(20), nn.Tanh(), nn.Linear(20, 3)).double()
+
+
+def started(rule, model):
+    return bprong.BPRONG(model, "cross_entropy", **RULES[rule])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_continues_bit_for_bit(rule, steps, flat, tmp_path):
+    model = with_norm()
+    optimizer = started(rule, model)
+    train(model, optimizer, [(X, Y)] * steps)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    other = with_norm()
+    resumed = started(rule, other)
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, resumed, options=options), strict=True))
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(
+        other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
+    )
+    assert resumed.report().steps == steps
+    for trained, by in ((model, optimizer), (other, resumed)):
+        train(trained, by, [(X, Y)] * 12)
+    assert_unchanged(snapshot(model), snapshot(other))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_without_gradients_creates_all_states_and_changes_nothing(rule):
+    model, twin = with_norm(), with_norm()
+    optimizer, untouched = started(rule, model), started(rule, twin)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.report().steps == 0
+    assert_unchanged(snapshot(twin), snapshot(model))
+    created = {i: set(own) for i, own in copy.deepcopy(optimizer.state_dict())["state"].items()}
+    optimizer.zero_grad()
+    for trained, by in ((model, optimizer), (twin, untouched)):
+        train(trained, by, [(X, Y)] * 3)
+    assert {i: set(own) for i, own in untouched.state_dict()["state"].items()} == created
+    assert_unchanged(snapshot(twin), snapshot(model))
+
+
+def test_shapes_depend_on_the_model_alone():
+    """Whatever was measured, and whichever form factors have."""
+    shapes = []
+    for steps in (0, 1, 5):
+        model = mlp(5, 4, 3)
+        optimizer = started("low rank", model)
+        train(model, optimizer, [(X, Y)] * steps)
+        state = optimizer.state_dict()["state"]
+        shapes.append([[t.shape for t in _tensors(state[i]["bprong"])] for i in range(4)])
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def _tensors(nested):
+    return [t for own in nested.values() for t in (_tensors(own) if isinstance(own, dict) else [own])]
