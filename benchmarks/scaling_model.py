@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from harness.command_line import DOCS, CommandLine
 from harness.rows import grouped, read
@@ -99,7 +100,7 @@ def step(matrices: Sequence[Matrix], ranks: int, sharded: bool) -> Cost:
 
 
 def validation(rows: Sequence[Row]) -> str:
-    matrices = [Matrix(m, n) for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    matrices = [Matrix(m, n) for n, m in pairwise(WIDTHS)]
     lines = []
     for (way, processes), own in grouped(rows, "way", "processes").items():
         if way in ("shared", "sharded"):
