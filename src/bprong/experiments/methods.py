@@ -198,9 +198,9 @@ def _drop_in_defaults(**given: Any) -> dict[str, Any]:
 # Chosen on a split of the training images; docs/reproduction.md tells how.
 STRONG = bprong.Damping(10.0, relative_to="mean")
 SPECTRAL = Recipe(
-    {"lr": 0.005, "step": "spectral", "weight_decay": 0.3, "forward_damping": STRONG, "backward_damping": STRONG}
+    {"lr": 0.005, "step": "spectral", "weight_decay": 0.5, "forward_damping": STRONG, "backward_damping": STRONG}
 )
-ADAMW = Recipe({"lr": 0.004, "weight_decay": 0.1})
+ADAMW = Recipe({"lr": 0.002, "weight_decay": 1.0})
 
 METHODS: dict[str, Method] = {
     "sgd": Method("stochastic gradient descent on the plain network", _sgd),
