@@ -42,7 +42,8 @@ def hand_written(data: Data, order: Tensor) -> Callable[[], None]:
 def experiment(name: str, data: Data, order: Tensor) -> Callable[[], object]:
     """The experiment's loop with one of its methods."""
     method = METHODS[name]
-    trainee = method.prepare(Problem(paper_network(0), 0.01, data.x, data.y, 0, method.whitening))
+    problem = Problem(paper_network(0), 0.01, data.x, data.y, 0, method.whitening)
+    trainee = method.start(problem, updates=len(data.x) // BATCH)
     return lambda: train_epoch(trainee, data.x, data.y, order, BATCH)
 
 

@@ -72,7 +72,7 @@ def _add_reproduce(commands: Any) -> None:
         description="Train the paper's 784-100-100-100-10 network with each method, from the same\n"
         "weights and on the same batches. Write results.csv, run.json, four figures and\n"
         "report.html to the output folder.",
-        epilog="\n  ".join(["methods:", *(f"{name:<12} {method.summary}" for name, method in METHODS.items())]),
+        epilog="\n  ".join(["methods:", *(f"{name:<13} {method.summary}" for name, method in METHODS.items())]),
         formatter_class=Formatter,
     )
     command.set_defaults(run=_reproduce)
@@ -81,7 +81,7 @@ def _add_reproduce(commands: Any) -> None:
         "whitening",
         "Hyperparameters of the paper's whitened networks, prong and bprong; each has\n"
         "its own defaults. They do not apply to bprong-fast and bprong-auto, which use\n"
-        "the defaults of the optimizer.",
+        "the defaults of the optimizer, nor to the recipes.",
     )
     _add_options(whitening, _WHITENING_OPTIONS)
 
@@ -172,11 +172,15 @@ _REPRODUCE_OPTIONS: dict[str, dict[str, Any]] = {
     "seeds": {"type": _count(1), "default": _DEFAULT.seeds, "metavar": "N", "help": "number of seeds, from seed 0"},
     "lr": {
         "type": _positive, "default": _DEFAULT.lr, "metavar": "LR",
-        "help": "learning rate of all methods except bprong-auto",
+        "help": "learning rate of all methods except bprong-auto and the recipes",
     },
     "batch": {"type": _count(1), "default": _DEFAULT.batch, "metavar": "N", "help": "examples per minibatch"},
     "out": {"type": Path, "default": Path("results/reproduce"), "metavar": "DIR", "help": "output folder"},
-    "resume": {"action": "store_true", "help": "continue the run in the output folder, if there is one"},
+    "resume": {
+        "action": "store_true",
+        "help": "continue the run in the output folder, if there is one; the schedule of a recipe covers the whole "
+                "run, so a run with recipes keeps its number of epochs",
+    },
     "threads": {"type": _count(1), "default": os.cpu_count() or 1, "metavar": "N", "help": "number of CPU threads"},
 }  # fmt: skip
 _WHITENING_OPTIONS: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from bprong.cli import main
+from bprong.experiments.methods import METHODS
 
 DIGITS = ["reproduce", "--data", "digits", "--threads", "1"]
 
@@ -25,7 +26,9 @@ def test_reproduce_writes_all_its_files(tmp_path, capsys):
     assert names >= {"results.csv", "run.json", "report.html", "checkpoints"} | figures
     record = json.loads((out / "run.json").read_text())
     assert record["config"]["activation"] == "relu"
-    assert record["config"]["methods"] == ["sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto"]
+    assert record["config"]["methods"] == [*METHODS]
+    assert {"bprong-recipe", "bn-recipe"} <= set(record["config"]["recipes"])
+    assert "BPRONG-recipe, validation loss after epoch 2 (the last): " in said
     assert "whitening.bprong-fast.every" in (out / "report.html").read_text(encoding="utf-8")
     assert record["threads"] == 1
     assert record["data"]["name"] == "digits"
@@ -50,7 +53,8 @@ def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
         (["--activation", "gelu"], "choose from"),
         (
             ["--methods", "sgd,adamw"],
-            "unknown method 'adamw'; choose from sgd, bn, prong, bprong, bprong-fast, bprong-auto",
+            "unknown method 'adamw'; choose from sgd, bn, prong, bprong, bprong-fast, bprong-auto, "
+            "bprong-recipe, bn-recipe",
         ),
         (["--epochs", "0"], "'0' is not an integer of at least 1"),
         (["--epochs", "ten"], "'ten' is not an integer"),
@@ -86,7 +90,7 @@ def test_help_lists_commands_options_and_methods(capsys):
         "--resume",
         "--checkpoint",
         "Algorithm 2",
-        "sgd,bn,prong,bprong,bprong-fast,bprong-auto",
+        "sgd,bn,prong,bprong,bprong-fast,bprong-auto,bprong-recipe,bn-recipe",
     ):
         assert word in said or word in "".join(said.split())  # lines are broken after hyphens
     assert "They do not apply to bprong-fast and bprong-auto" in " ".join(said.split())

@@ -66,6 +66,15 @@ def test_matplotlib_settings_are_not_changed():
     assert not Gcf.figs  # where pyplot keeps the figures it knows of
 
 
+def test_recipes_are_in_the_figures_of_the_validation_loss_only():
+    rows = run_of(RUN | {"bprong-recipe": [2.3, 0.1, 0.01], "bn-recipe": [2.3, 0.1, 0.01]})
+    assert legend_of(rows, VALIDATION)[-2:] == ["BPRONG-recipe", "BN-recipe"]
+    assert legend_of(rows, VALIDATION_TIME) == legend_of(rows, VALIDATION)
+    for plot in (TRAIN, TRAIN_TIME):
+        assert image(rows, plot, "svg") == image(run_of(RUN), plot, "svg")
+    assert legend_of(run_of({"bn-recipe": [2.3, 0.1]}), TRAIN) == ["BN-recipe"]  # rather than an empty figure
+
+
 def test_each_figure_shows_its_column_against_its_axis():
     rows = run_of({"bn": [2.0, 1.0]}, pace=7.0, val={"bn": [4.0, 3.0]})
     found = {plot.name: axes_of(rows, plot).lines[0].get_xydata().tolist() for plot in PLOTS}

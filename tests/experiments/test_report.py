@@ -218,8 +218,21 @@ def test_the_drop_in_optimizer_is_below_the_verdict_and_not_counted_in_it():
     assert text.index('class="claims') < text.index("<h3>The drop-in optimizer") < text.index("<h2>Figures")
     assert "0.0100 (BPRONG 0.0200, ratio 0.50)" in text
     assert "<h3>" not in page(run_of(LOSSES), {})
-    assert terminal_comparison([("a", "1"), ("b", "2; 3")]).splitlines()[2:] == ["  a: 1", "  b: 2", "      3"]
-    assert terminal_comparison([]) == ""
+    assert terminal_comparison("Title", [("a", "1"), ("b", "2; 3")]).splitlines() == [
+        "", "Title", "  a: 1", "  b: 2", "      3",
+    ]  # fmt: skip
+    assert terminal_comparison("Title", []) == ""
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_recipe_has_a_row_in_the_table_and_is_not_counted_in_the_verdict():
+    text = page(run_of(LOSSES | {"bprong-recipe": [2.3, 0.05, 0.01], "bn-recipe": [2.3, 0.05, 0.02]}), {})
+    assert "All 4 of the paper’s claims hold" in text
+    assert text.index('class="claims') < text.index("<h3>With a learning-rate schedule") < text.index("<h2>Figures")
+    assert text.count("BPRONG-recipe</th>") == 2  # losses, and seconds to reach a training loss
+    assert "Recipes are in the figures of the validation loss only" in text
+    assert "those of their averaged weights" in text
+    assert "averaged" not in page(run_of(LOSSES), {})
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def without_seconds(rows):
 
 def test_all_methods_start_equal_and_bprong_has_the_lowest_loss_on_digits(digits, tmp_path):
     rows = run(Config(epochs=3, seeds=2, whitening=QUICK), digits, tmp_path, Progress())
-    assert len(rows) == 6 * 2 * 4
+    assert len(rows) == 8 * 2 * 4
     assert rows == read_results(tmp_path / "results.csv")
     first = {(r.method, r.seed): r.train_loss for r in rows if r.epoch == 0}
     for seed in (0, 1):
@@ -216,8 +216,9 @@ def test_statistics_on_a_fixed_sample_are_reproducible(digits, tmp_path):
 
 
 def test_a_trained_network_is_loaded_with_stock_layers(digits, tmp_path):
-    rows = run(Config(("bn", "bprong", "bprong-fast"), epochs=1, whitening=QUICK), digits, tmp_path, Progress())
-    for method in ("bn", "bprong", "bprong-fast"):
+    methods = ("bn", "bprong", "bprong-fast", "bprong-recipe", "bn-recipe")
+    rows = run(Config(methods, epochs=1, whitening=QUICK), digits, tmp_path, Progress())
+    for method in methods:
         model = load_trained(tmp_path / "checkpoints" / f"{method}-0.pt", digits)
         loss = torch.nn.functional.cross_entropy(model(digits.x_test), digits.y_test)
         expected = next(r.val_loss for r in rows if r.method == method and r.epoch == 1)
@@ -230,8 +231,8 @@ def test_a_trained_network_is_loaded_with_stock_layers(digits, tmp_path):
 
 
 COMMAND = [sys.executable, "-m", "bprong.cli", "reproduce", "--data", "digits", "--epochs", "12",
-           "--methods", "sgd,bn,bprong,bprong-fast", "--forward-every", "10", "--backward-every", "10",
-           "--backward-offset", "5", "--threads", "1"]  # fmt: skip
+           "--methods", "sgd,bn,bprong,bprong-fast,bprong-recipe,bn-recipe", "--forward-every", "10",
+           "--backward-every", "10", "--backward-offset", "5", "--threads", "1"]  # fmt: skip
 
 
 def test_a_run_killed_at_random_moments_resumes_to_the_same_results(tmp_path):
@@ -281,8 +282,8 @@ def test_lines_show_loss_accuracy_speed_and_time_left(capsys):
         lines.update("bprong", some_rows(n), 10)
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 3
-    assert out[0] == "BPRONG       seed 0  epoch   0/10  train loss 1        val loss 2        val accuracy 90.00%"
-    assert "BPRONG       seed 0  epoch   2/10  train loss 0.3333" in out[-1]
+    assert out[0] == "BPRONG         seed 0  epoch   0/10  train loss 1        val loss 2        val accuracy 90.00%"
+    assert "BPRONG         seed 0  epoch   2/10  train loss 0.3333" in out[-1]
     assert "val accuracy 90.00%" in out[-1]
     assert "28 updates/s" in out[-1]
     assert out[-1].endswith(" left")
@@ -367,7 +368,11 @@ def test_another_method_trains_first_in_each_epoch(digits, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "y", "message"),
-    [(Config(("bn",), batch=1), None, "at least two examples per batch"), (Config(("sgd",)), 0, "only one class")],
+    [
+        (Config(("bn",), batch=1), None, "at least two examples per batch; use --batch 2 or leave out bn"),
+        (Config(("sgd", "bn-recipe"), batch=1), None, "at least two examples per batch.*leave out bn-recipe"),
+        (Config(("sgd",)), 0, "only one class"),
+    ],
 )
 def test_settings_that_would_fail_later_are_refused_at_once(config, y, message, digits, tmp_path):
     labels = (digits.y_train, digits.y_test) if y is None else (digits.y_train * 0, digits.y_test * 0)

@@ -1,4 +1,7 @@
-"""The paper's four figures: training and validation loss, against iterations and against seconds."""
+"""The paper's four figures: training and validation loss, against iterations and against seconds.
+
+Methods that are trained for validation (`recipes.py`) are drawn in the figures of the validation loss only.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
+from bprong.experiments.recipes import RECIPES
 from bprong.experiments.records import (
     Point,
     Row,
@@ -49,6 +53,7 @@ PALETTE = {
     "#b5468b": "#ee9bce",  # purple
     "#b07a00": "#f0b93a",  # orange
     "#6a4fb3": "#b4a0f5",  # violet
+    "#7a4a21": "#d8a679",  # brown
 }
 DASHES: dict[str, Dashes] = {
     "dash-dot-dot": (0, (5.0, 1.4, 1.2, 1.4, 1.2, 1.4)),
@@ -57,6 +62,8 @@ DASHES: dict[str, Dashes] = {
     "dotted": (0, (1.2, 1.4)),
     "dash-dot": (0, (6.0, 1.6, 1.2, 1.6)),
     "long": (0, (9.0, 2.0)),
+    "long-dot": (0, (9.0, 1.6, 1.2, 1.6)),
+    "short": (0, (2.6, 1.2)),
 }
 SIZE = (4.6, 3.4)  # inches; small, so that the text stays legible on a phone
 DECADE = 10.0
@@ -109,15 +116,17 @@ KNOWN = {
     "sgd": Style("#7a7f87", DASHES["dotted"], "D"),
     "bprong-fast": Style("#6a4fb3", DASHES["long"], "v"),
     "bprong-auto": Style("#b5468b", DASHES["dash-dot-dot"], ">"),
+    "bprong-recipe": Style("#b07a00", DASHES["long-dot"], "*"),
+    "bn-recipe": Style("#7a4a21", DASHES["short"], "<"),
 }
-_COLOURS = ("#b07a00", *(known.colour for known in KNOWN.values()))
+_COLOURS = tuple(dict.fromkeys(("#b07a00", *(known.colour for known in KNOWN.values()))))
 _DASHES = tuple(DASHES.values())
 _MARKERS = (">", "P", "h", "<", "*")
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:
     """A style for each method: known methods have a fixed one, the others take the next unused ones in order."""
-    # 7 colours, 6 dashes and 5 markers have no common divisor, so the first 210 other methods all look different.
+    # With 8 colours, 8 dashes and 5 markers the first 40 other methods all look different.
     rest = {
         name: Style(_COLOURS[i % len(_COLOURS)], _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)])
         for i, name in enumerate(name for name in names if name not in KNOWN)
@@ -164,6 +173,7 @@ def svg_text(rows: Sequence[Row], plot: Plot) -> str:
 
 def figure(rows: Sequence[Row], plot: Plot) -> Figure:
     """One of the figures: the median over seeds, a band for their range, and a cross where a seed diverged."""
+    rows = _drawn(rows, plot)
     chart = Figure(figsize=SIZE, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.06))
     axes = chart.add_subplot()
     curves = {
@@ -181,6 +191,12 @@ def figure(rows: Sequence[Row], plot: Plot) -> Figure:
         axes.text(0.5, 0.5, "no finite loss to draw", transform=axes.transAxes, ha="center", va="center")
     _add_legends(chart, rows, list(curves))
     return chart
+
+
+def _drawn(rows: Sequence[Row], plot: Plot) -> Sequence[Row]:
+    """The rows of the methods that a figure shows; all of them if there are only recipes."""
+    paper = [row for row in rows if row.method not in RECIPES]
+    return paper if plot.column == "train_loss" and paper else rows
 
 
 def _upper_limit(rows: Sequence[Row], plot: Plot) -> float:

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bprong
 from bprong.experiments.models import with_batch_norm
@@ -49,10 +51,20 @@ class TrainingState:
     model: nn.Module
     optimizer: Optimizer
     rewhitening: bprong.Rewhitening | None = None
+    scheduler: LRScheduler | None = None
+    average: AveragedModel | None = None
 
     def deployed(self) -> nn.Module:
-        """The network for use after training: the same function with stock layers, in eval mode."""
-        return bprong.fold(self.model).eval()
+        """The network for use after training: with averaged weights if there are any, stock layers, in eval mode."""
+        network: nn.Module = self.model if self.average is None else self.average.module
+        return bprong.fold(network).eval()
+
+    def after_update(self) -> None:
+        """Advance the learning-rate schedule and the average of the weights, if the method has them."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._parts().items()}
@@ -78,6 +90,29 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """How a method is trained for a low validation loss: its own learning rate, a schedule and averaged weights.
+
+    The learning rate falls to zero along a cosine over the whole run. Losses are those of the averaged weights.
+
+    settings: arguments of the optimizer, by name; --lr does not apply
+    average:  the exponential average of the weights spans this share of the updates of the run; 0: no average
+    """
+
+    settings: Mapping[str, Any]
+    average: float = 0.04
+
+    def apply_(self, state: TrainingState, updates: int) -> None:
+        """Add the schedule and the average of a run of so many updates to a state."""
+        state.scheduler = CosineAnnealingLR(state.optimizer, T_max=updates)
+        if self.average:
+            decay = 1 - 1 / max(1.0, self.average * updates)
+            # The running statistics of batch normalisation are averaged like the weights.
+            rule = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+            state.average = AveragedModel(state.model, multi_avg_fn=rule, use_buffers=True)
+
+
+@dataclass(frozen=True)
 class Method:
     """One method of the experiment.
 
@@ -86,6 +121,7 @@ class Method:
     whitening: the default settings, used only by the paper's whitened networks
     sides:     "forward" or also "backward" for the paper's whitened networks; empty for the others
     defaults:  the settings of the drop-in optimizer, by name; empty for the others
+    recipe:    the schedule and the average of the weights; None for a constant learning rate and the last weights
     """
 
     summary: str
@@ -93,6 +129,14 @@ class Method:
     whitening: WhiteningSettings = WhiteningSettings()
     sides: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Recipe | None = None
+
+    def start(self, problem: Problem, updates: int) -> TrainingState:
+        """Everything needed to train on a problem for so many updates."""
+        state = self.prepare(problem)
+        if self.recipe is not None:
+            self.recipe.apply_(state, updates)
+        return state
 
 
 def _sgd(problem: Problem) -> TrainingState:
@@ -102,6 +146,17 @@ def _sgd(problem: Problem) -> TrainingState:
 def _batch_norm(problem: Problem) -> TrainingState:
     model = with_batch_norm(problem.plain)
     return TrainingState(model, SGD(model.parameters(), lr=problem.lr))
+
+
+def _adamw(problem: Problem, **given: Any) -> TrainingState:
+    """AdamW with batch normalisation; only matrices decay, as is usual."""
+    model = with_batch_norm(problem.plain)
+    decay = given.pop("weight_decay")
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return TrainingState(model, AdamW(groups, **given))
 
 
 def _whitened(problem: Problem, backward: bool) -> TrainingState:
@@ -134,13 +189,18 @@ def _drop_in_defaults(**given: Any) -> dict[str, Any]:
     """The settings of `bprong.BPRONG` that the experiment leaves at their defaults, and those given here."""
     defaults = {name: parameter.default for name, parameter in signature(bprong.BPRONG).parameters.items()}
     defaults |= {option.name: option.default for option in fields(Options)}
+    left_out = ("model", "lr", "params", "options", "seed")
+    settings = {name: value for name, value in defaults.items() if name not in left_out} | given
     plain = (bool, int, float, str, type(None))
-    return {
-        name: value if isinstance(value, plain) else str(value)
-        for name, value in defaults.items()
-        if name not in ("model", "lr", "params", "options", "seed")
-    } | given
+    return {name: value if isinstance(value, plain) else str(value) for name, value in settings.items()}
 
+
+# Chosen on a split of the training images; docs/reproduction.md tells how.
+STRONG = bprong.Damping(10.0, relative_to="mean")
+SPECTRAL = Recipe(
+    {"lr": 0.005, "step": "spectral", "weight_decay": 0.5, "forward_damping": STRONG, "backward_damping": STRONG}
+)
+ADAMW = Recipe({"lr": 0.002, "weight_decay": 1.0})
 
 METHODS: dict[str, Method] = {
     "sgd": Method("stochastic gradient descent on the plain network", _sgd),
@@ -166,5 +226,16 @@ METHODS: dict[str, Method] = {
         'the same with lr="auto": no learning rate, automatic damping',
         lambda problem: _drop_in(problem, "auto"),
         defaults=_drop_in_defaults(lr="auto"),
+    ),
+    "bprong-recipe": Method(
+        "bprong.BPRONG(model) with spectral steps, a cosine schedule and averaged weights",
+        lambda problem: _drop_in(problem, **SPECTRAL.settings),
+        defaults=_drop_in_defaults(**SPECTRAL.settings),
+        recipe=SPECTRAL,
+    ),
+    "bn-recipe": Method(
+        "AdamW with batch normalisation, the same schedule and averaged weights",
+        lambda problem: _adamw(problem, **ADAMW.settings),
+        recipe=ADAMW,
     ),
 }

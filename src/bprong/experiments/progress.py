@@ -42,7 +42,7 @@ class Lines(Progress):
         left = self._timer.time_left(method, rows, epochs)
         if rows:
             row = rows[-1]
-            self.message(f"{label(method):<11}  seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_numbers(rows, left)}")
+            self.message(f"{label(method):<13}  seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_numbers(rows, left)}")
 
     def message(self, line: str) -> None:
         print(line.rstrip(), flush=True)
@@ -54,7 +54,7 @@ class Bars(Progress):
     def __init__(self, trials: int, epochs: int, methods: Sequence[str]) -> None:
         self._timer = _Timer(trials)
         self._rich = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description:<11}"),
+            rich.progress.TextColumn("{task.description:<13}"),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.fields[numbers]}"),
             refresh_per_second=4,  # drawing takes time from the training that is being timed

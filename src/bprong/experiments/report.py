@@ -11,7 +11,7 @@ from statistics import median
 from string import Template
 from typing import Any
 
-from bprong.experiments.drop_in import HEADING, comparison
+from bprong.experiments import drop_in, recipes
 from bprong.experiments.figures import GRID, INK, PALETTE, PLOTS, styles, svg_text
 from bprong.experiments.records import Column, Point, Row, curve, label, method_names, seed_count, write_atomically
 from bprong.experiments.verdict import (
@@ -57,13 +57,13 @@ def page(rows: Sequence[Row], run: Mapping[str, Any]) -> str:
         subtitle=escape(_subtitle(rows, run)),
         summary=_summary(claims),
         claims="\n".join(map(_claim, claims)),
-        comparison=_comparison(comparison(rows)),
-        figures_note=_figures_note(seeds),
+        comparison="".join(_comparison(heading, pairs) for heading, pairs in comparisons(rows).items()),
+        figures_note=_figures_note(seeds, bool(recipes.in_run(rows))),
         figures="\n".join(
             f'<figure class="card"><figcaption>{plot.title} against {plot.against}</figcaption>{svg}</figure>'
             for plot, svg in ((plot, svg_text(rows, plot)) for plot in PLOTS)
         ),
-        losses_note=("Medians over seeds. " if seeds > 1 else "") + "In brackets: the epoch of the best value.",
+        losses_note=_losses_note(seeds, bool(recipes.in_run(rows))),
         losses=_losses_table(rows),
         levels_note=LEVELS_NOTE,
         levels=_levels_table(rows),
@@ -82,10 +82,15 @@ def terminal_verdict(claims: Iterable[Claim]) -> str:
     )
 
 
-def terminal_comparison(pairs: Sequence[tuple[str, str]]) -> str:
-    """The comparison with the drop-in optimizer as text; empty if the run does not contain it."""
+def comparisons(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
+    """What was measured of the methods that are not in the paper, and the results, by heading."""
+    return {drop_in.HEADING: drop_in.comparison(rows), recipes.HEADING: recipes.comparison(rows)}
+
+
+def terminal_comparison(heading: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """A comparison as text; empty if the run does not contain its methods."""
     lines = [f"  {what}: {result}".replace("; ", "\n      ") for what, result in pairs]
-    return "\n".join(["", HEADING, *lines, ""]) if pairs else ""
+    return "\n".join(["", heading, *lines, ""]) if pairs else ""
 
 
 def _section(run: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -124,16 +129,20 @@ def _claim(claim: Claim) -> str:
     return f'<li><span class="mark {css}">{mark}</span><div>{text}</div></li>'
 
 
-def _comparison(pairs: Sequence[tuple[str, str]]) -> str:
+def _comparison(heading: str, pairs: Sequence[tuple[str, str]]) -> str:
     table = f'<div class="scroll card" tabindex="0">{_text_table(pairs)}</div>'
-    return f"<h3>{escape(HEADING)}</h3>{table}" if pairs else ""
+    return f"<h3>{escape(heading)}</h3>{table}" if pairs else ""
 
 
-def _figures_note(seeds: int) -> str:
+def _figures_note(seeds: int, recipes_in_run: bool) -> str:
     bands = f"Lines are medians over {seeds} seeds; bands show the range over seeds. " if seeds > 1 else ""
-    return (
-        bands + "Losses are measured after each epoch, with the clock stopped. A cross (×) marks a run that diverged."
-    )
+    note = "Losses are measured after each epoch, with the clock stopped. A cross (×) marks a run that diverged."
+    return bands + note + recipes_in_run * " Recipes are in the figures of the validation loss only."
+
+
+def _losses_note(seeds: int, recipes_in_run: bool) -> str:
+    note = ("Medians over seeds. " if seeds > 1 else "") + "In brackets: the epoch of the best value."
+    return note + recipes_in_run * " The losses of recipes are those of their averaged weights."
 
 
 def _method_cell(rows: Sequence[Row], name: str, note: str = "") -> str:

@@ -13,12 +13,11 @@ import torch
 
 import bprong
 from bprong.experiments.data import Dataset, load
-from bprong.experiments.drop_in import comparison
 from bprong.experiments.figures import draw
 from bprong.experiments.methods import BACKWARD_SETTINGS, METHODS
 from bprong.experiments.progress import progress_for
 from bprong.experiments.records import Row, divergence_epochs, label, method_names, write_json
-from bprong.experiments.report import terminal_comparison, terminal_verdict, write_report
+from bprong.experiments.report import comparisons, terminal_comparison, terminal_verdict, write_report
 from bprong.experiments.runner import Config, OutError, run
 from bprong.experiments.verdict import verdict
 
@@ -34,6 +33,10 @@ LABELS_OF_D = {
 DROP_IN = (
     "bprong.BPRONG(model, lr={lr}) with the defaults of the optimizer, which are listed in the section Configuration "
     "under whitening.{name}; the settings above do not apply to it"
+)
+RECIPE = (
+    "{summary}: {settings}; the learning rate falls to zero along a cosine over the whole run; losses are those of an "
+    "exponential average of the weights over {average:.0%} of the updates"
 )
 
 
@@ -56,7 +59,8 @@ def reproduce(
     write_json(out / "run.json", record)
     draw(rows, out)
     report = write_report(out, rows, record)
-    print(f"\n{terminal_verdict(verdict(rows))}\n{terminal_comparison(comparison(rows))}\nReport: {report}")
+    compared = "".join(terminal_comparison(heading, pairs) for heading, pairs in comparisons(rows).items())
+    print(f"\n{terminal_verdict(verdict(rows))}\n{compared}\nReport: {report}")
     return rows
 
 
@@ -75,6 +79,7 @@ def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> di
     settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
     settings["whitening"] = {name: _whitening(config, name) for name in config.methods if METHODS[name].sides}
     settings["whitening"] |= {name: dict(own) for name in config.methods if (own := METHODS[name].defaults)}
+    settings["recipes"] = {name: asdict(found) for name in config.methods if (found := METHODS[name].recipe)}
     return {
         "config": settings | _choices(config, data),
         "versions": {
@@ -111,11 +116,20 @@ def _choices(config: Config, data: Dataset) -> dict[str, Any]:
         for key in keys if names else ():
             values = {label(name): _in_words(key, _whitening(config, name), len(data.x_train)) for name in names}
             choices[key] = values if len(set(values.values())) > 1 else values[label(names[0])]
-    drop_in = [name for name in config.methods if METHODS[name].defaults]
-    if drop_in:
-        rates = {name: METHODS[name].defaults.get("lr", config.lr) for name in drop_in}
-        choices["drop_in"] = {label(name): DROP_IN.format(name=name, lr=repr(rates[name])) for name in drop_in}
+    if words := {label(name): text for name in config.methods if (text := _not_in_the_paper(name, config))}:
+        choices["drop_in"] = words
     return choices
+
+
+def _not_in_the_paper(name: str, config: Config) -> str:
+    """A method that is not in the paper in words; empty for the paper's methods."""
+    method = METHODS[name]
+    if method.recipe is not None:
+        settings = ", ".join(f"{key}={value!r}" for key, value in method.recipe.settings.items())
+        return RECIPE.format(summary=method.summary, settings=settings, average=method.recipe.average)
+    if method.defaults:
+        return DROP_IN.format(name=name, lr=repr(method.defaults.get("lr", config.lr)))
+    return ""
 
 
 def _in_words(key: str, settings: dict[str, Any], examples: int) -> Any:

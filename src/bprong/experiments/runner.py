@@ -55,10 +55,14 @@ class ResumeError(ValueError):
 class Config:
     """The settings of a run. A resumed run may change methods, epochs and seeds; all others must stay the same.
 
+    The schedule of a recipe covers all epochs, so a run that resumes a recipe may not change the number of epochs.
+
     whitening: settings of the paper's whitened networks that differ from the defaults, by name
     """
 
-    methods: tuple[str, ...] = ("sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto")
+    methods: tuple[str, ...] = (
+        "sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto", "bprong-recipe", "bn-recipe",
+    )  # fmt: skip
     epochs: int = 20
     seeds: int = 1
     activation: str = "relu"
@@ -124,8 +128,12 @@ def _check(config: Config, data: Dataset) -> None:
     """Raise for settings that would otherwise fail in the middle of a run."""
     if data.classes < 2:
         raise ValueError(f"{data.name} has only one class; at least two are required")
-    if "bn" in config.methods and min(config.batch, len(data.x_train)) < 2:
-        raise ValueError("batch normalisation requires at least two examples per batch; use --batch 2 or leave out bn")
+    normalised = [name for name in ("bn", "bn-recipe") if name in config.methods]
+    if normalised and min(config.batch, len(data.x_train)) < 2:
+        raise ValueError(
+            "batch normalisation requires at least two examples per batch; use --batch 2 or leave out "
+            + " and ".join(normalised)
+        )
 
 
 def _rows_of_others(out: Path, trials: Sequence[Trial]) -> list[Row]:
@@ -173,7 +181,13 @@ def _new_trial(config: Config, data: Dataset, method: str, seed: int) -> Trial:
     plain = perceptron([data.features, *config.hidden, data.classes], config.activation, seed)
     whitening = replace(METHODS[method].whitening, **config.whitening)
     problem = Problem(plain, config.lr, data.x_train, data.y_train, seed, whitening)
-    return Trial(method, seed, METHODS[method].prepare(problem), [])
+    updates = config.epochs * _updates(len(data.x_train), config.batch)
+    return Trial(method, seed, METHODS[method].start(problem, updates), [])
+
+
+def _updates(examples: int, batch: int) -> int:
+    """The number of updates of an epoch: only full batches, but at least one."""
+    return max(1, examples // batch)
 
 
 def _run_epoch(trial: Trial, config: Config, data: Dataset, progress: Progress) -> None:
@@ -212,7 +226,7 @@ def train_epoch(
 ) -> int:
     """Train on every full batch of `order` once; return the number of updates. `tick` receives the fraction done."""
     model = state.model.train()
-    updates = max(1, len(order) // batch)
+    updates = _updates(len(order), batch)
     for step, chosen in enumerate(torch.split(order[: updates * batch], batch), start=1):
         inputs = x[chosen]
         labels = y[chosen]
@@ -221,6 +235,7 @@ def train_epoch(
         state.optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
         state.optimizer.step()
+        state.after_update()
         if step % 50 == 0:
             tick(step / updates)
     return updates
@@ -250,6 +265,8 @@ def _identity(config: Config, data: Dataset, method: str) -> dict[str, Any]:
     own = {k: v for k, v in asdict(config).items() if k not in ("methods", "epochs", "seeds", "whitening")}
     own |= {"hidden": list(config.hidden), "data": data.name, "fingerprint": data.fingerprint}
     own |= {f"optimizer.{name}": value for name, value in METHODS[method].defaults.items()}  # a release may change them
+    if (recipe := METHODS[method].recipe) is not None:
+        own |= {"epochs": config.epochs} | {f"recipe.{name}": value for name, value in asdict(recipe).items()}
     return own | (asdict(replace(METHODS[method].whitening, **config.whitening)) if METHODS[method].sides else {})
 
 
@@ -275,7 +292,8 @@ def _load(trial: Trial, out: Path, identity: dict[str, Any]) -> None:
         f"{key} was {old.get(key)}, now {new}" for key, new in identity.items() if old.get(key) != new
     ):
         raise ResumeError(
-            f"{path} belongs to a run with other settings: {differing}. Use the same settings, or another --out"
+            f"{path} belongs to a run with other settings: {differing}. "
+            f"Use the same settings, or another --out, or leave out {trial.method}"
         )
     trial.state.load_state_dict(saved["trainee"])
     trial.rows = [Row(**row) for row in saved["rows"]]
@@ -304,4 +322,6 @@ def load_trained(path: Path, data: Dataset) -> nn.Module:
     config = Config(activation=identity["activation"], hidden=tuple(identity["hidden"]))
     trial = _new_trial(config, data, path.stem.rpartition("-")[0], seed=0)
     trial.state.model.load_state_dict(saved["trainee"]["model"])
+    if trial.state.average is not None:
+        trial.state.average.load_state_dict(saved["trainee"]["average"])
     return trial.state.deployed()
