@@ -113,7 +113,7 @@ def _reproduce(options: argparse.Namespace) -> None:
         options.methods, options.epochs, options.seeds, options.activation,
         lr=options.lr, batch=options.batch, whitening=given,
     )  # fmt: skip
-    reproduce(config, options.data, options.out, options.resume, options.threads, options.look_in)
+    reproduce(config, options.data, options.out, options.resume, options.threads, options.look_in, options.nproc)
 
 
 def _audit(options: argparse.Namespace) -> None:
@@ -182,6 +182,11 @@ _REPRODUCE_OPTIONS: dict[str, dict[str, Any]] = {
                 "run, so a run with recipes keeps its number of epochs",
     },
     "threads": {"type": _count(1), "default": os.cpu_count() or 1, "metavar": "N", "help": "number of CPU threads"},
+    "nproc": {
+        "type": _count(1), "default": 1, "metavar": "N",
+        "help": "number of processes, which share the threads and take equal parts of each minibatch; batch "
+                "normalisation then uses the statistics of these parts",
+    },
 }  # fmt: skip
 _WHITENING_OPTIONS: dict[str, dict[str, Any]] = {
     "forward_every": {"type": _count(1), "metavar": "STEPS", "help": "τ₁, updates between refreshes of U and c"},

@@ -9,6 +9,7 @@ import pytest
 
 from bprong.cli import main
 from bprong.experiments.methods import METHODS
+from bprong.experiments.records import read_results
 
 DIGITS = ["reproduce", "--data", "digits", "--threads", "1"]
 
@@ -45,6 +46,19 @@ def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
     assert main([*DIGITS, "--epochs", "1", "--methods", "sgd", "--out", out]) == 2
     assert "already contains a run; continue it with --resume" in capsys.readouterr().err
     assert main([*DIGITS, "--epochs", "2", "--methods", "sgd", "--out", out, "--resume"]) == 0
+
+
+def test_two_processes_give_the_losses_of_one_and_resume_each_others_runs(tmp_path, capsys):
+    """Statistics and gradients are those of the whole batch; no targets are sampled."""
+    methods = ["--methods", "sgd,prong,bprong", "--fisher", "exact", "--forward-every", "5"]
+    runs = {name: tmp_path / name for name in ("one", "two")}
+    assert main([*DIGITS, *methods, "--epochs", "2", "--out", str(runs["one"])]) == 0
+    assert main([*DIGITS, *methods, "--epochs", "1", "--nproc", "2", "--out", str(runs["two"])]) == 0
+    assert main([*DIGITS, *methods, "--epochs", "2", "--out", str(runs["two"]), "--resume"]) == 0
+    one, two = (read_results(out / "results.csv") for out in runs.values())
+    assert [row.train_loss for row in two] == pytest.approx([row.train_loss for row in one], rel=1e-4)
+    assert main([*DIGITS, "--batch", "33", "--nproc", "2", "--out", str(tmp_path / "other")]) == 2
+    assert "--batch 33 cannot be divided equally among 2 processes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

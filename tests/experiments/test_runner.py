@@ -65,7 +65,7 @@ def test_all_methods_see_the_same_batches_in_the_same_order(digits, tmp_path, mo
     seen = []
     original = runner.train_epoch
 
-    def recorded(state, x, y, order, batch, tick=None):
+    def recorded(state, x, y, order, batch, tick=None, network=None):
         if tick is not None:  # the warm-up has none
             seen.append(order)
         return original(state, x, y, order, batch)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import bprong
 from bprong.experiments.data import Dataset, load
 from bprong.experiments.figures import draw
 from bprong.experiments.methods import BACKWARD_SETTINGS, METHODS
-from bprong.experiments.progress import progress_for
-from bprong.experiments.records import Row, divergence_epochs, label, method_names, write_json
+from bprong.experiments.progress import Progress, progress_for
+from bprong.experiments.records import Row, divergence_epochs, label, method_names, read_results, write_json
 from bprong.experiments.report import comparisons, terminal_comparison, terminal_verdict, write_report
 from bprong.experiments.runner import Config, OutError, run
 from bprong.experiments.verdict import verdict
@@ -41,11 +45,12 @@ RECIPE = (
 
 
 def reproduce(
-    config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None = None
-) -> list[Row]:
+    config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None = None,
+    processes: int = 1,
+) -> list[Row]:  # fmt: skip
     """Run the experiment and write results.csv, run.json, the figures and report.html to `out`.
 
-    If `directory` is given, MNIST is searched for there first.
+    If `directory` is given, MNIST is searched for there first. Several processes take equal parts of each batch.
     """
     if out.exists() and not out.is_dir():
         raise OutError(f"{out} is a file; --out must be a folder")
@@ -53,15 +58,52 @@ def reproduce(
         raise OutError(f"{out} already contains a run; continue it with --resume, or choose another --out")
     set_up_torch(threads)
     data = load(source, directory=directory, log=print)
-    with progress_for(config.methods, config.seeds, config.epochs) as progress:
-        rows = run(config, data, out, progress, resume)
-    record = describe(config, data, rows, threads)
+    if processes == 1:
+        with progress_for(config.methods, config.seeds, config.epochs) as progress:
+            rows = run(config, data, out, progress, resume)
+    else:
+        run_in_processes(processes, config, source, out, resume, threads, directory)
+        rows = read_results(out / "results.csv")
+    record = describe(config, data, rows, threads) | {"processes": processes}
     write_json(out / "run.json", record)
     draw(rows, out)
     report = write_report(out, rows, record)
     compared = "".join(terminal_comparison(heading, pairs) for heading, pairs in comparisons(rows).items())
     print(f"\n{terminal_verdict(verdict(rows))}\n{compared}\nReport: {report}")
     return rows
+
+
+def run_in_processes(
+    processes: int, config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None
+) -> None:
+    """Run the experiment in several processes of this machine; an error of a setting is raised here."""
+    wrong: Any = get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (processes, folder, wrong, config, source, out, resume, max(1, threads // processes), directory)
+        try:
+            spawn(_work, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
+        except ProcessExitedException:
+            if not wrong.empty():
+                raise ValueError(wrong.get()) from None
+            raise
+
+
+def _work(
+    rank: int, processes: int, folder: str, wrong: Any, config: Config, source: str, out: Path, resume: bool,
+    threads: int, directory: Path | None,
+) -> None:  # fmt: skip
+    """One process of a run; the first one shows the progress."""
+    set_up_torch(threads)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    data = load(source, directory=directory, log=lambda line: None)
+    shown = progress_for(config.methods, config.seeds, config.epochs) if rank == 0 else Progress()
+    try:
+        with shown as progress:
+            run(config, data, out, progress, resume)
+    except ValueError as error:
+        wrong.put(str(error))
+        raise SystemExit(2) from None
+    dist.destroy_process_group()
 
 
 def set_up_torch(threads: int) -> None:

@@ -1,7 +1,8 @@
 """Train all methods in one loop, taking turns epoch by epoch, and save everything after every epoch.
 
 All methods of a seed start from the same weights and see the same batches in the same order. The order and the initial
-weights depend only on the seed and the epoch, so an interrupted run can be resumed with the same results.
+weights depend only on the seed and the epoch, so an interrupted run can be resumed with the same results. In several
+processes each takes an equal part of every batch, and the first one writes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,7 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from bprong.distributed import Ranks
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.experiments.data import Dataset
 from bprong.experiments.methods import METHODS, Problem, TrainingState
@@ -81,6 +85,12 @@ class Trial:
     state: TrainingState
     rows: list[Row]
 
+    @cached_property
+    def network(self) -> nn.Module:
+        """The network as training calls it; in several processes, wrapped to average gradients."""
+        model = self.state.model
+        return model if Ranks().size == 1 else DistributedDataParallel(model)
+
     @property
     def diverged(self) -> bool:
         return bool(self.rows) and not math.isfinite(self.rows[-1].train_loss)
@@ -103,20 +113,23 @@ def run(config: Config, data: Dataset, out: Path, progress: Progress, resume: bo
         kept = _rows_of_others(out, trials)
         for trial in trials:
             _load(trial, out, _identity(config, data, trial.method))
+    writes = Ranks().rank == 0
     (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)  # after everything that raises for a wrong setting
-    with _locked(out):
+    with _locked(out) if writes else nullcontext():
         for trial in trials:
             progress.update(trial.method, trial.rows, config.epochs)
         for trial in _turns(trials, config.epochs):
             if trial.epoch == 0:
                 _warm_up(config, data, trial.method)
             _run_epoch(trial, config, data, progress)
-            _save(trial, out, _identity(config, data, trial.method))
-            write_results(out / "results.csv", _all_rows(kept, trials))
+            if writes:
+                _save(trial, out, _identity(config, data, trial.method))
+                write_results(out / "results.csv", _all_rows(kept, trials))
             progress.update(trial.method, trial.rows, config.epochs)
-        write_results(out / "results.csv", _all_rows(kept, trials))
-        for folder in (out, out / CHECKPOINTS):
-            remove_temporary_files(folder)  # of an earlier run that was killed while writing
+        if writes:
+            write_results(out / "results.csv", _all_rows(kept, trials))
+            for folder in (out, out / CHECKPOINTS):
+                remove_temporary_files(folder)  # of an earlier run that was killed while writing
     return _all_rows(kept, trials)
 
 
@@ -128,8 +141,11 @@ def _check(config: Config, data: Dataset) -> None:
     """Raise for settings that would otherwise fail in the middle of a run."""
     if data.classes < 2:
         raise ValueError(f"{data.name} has only one class; at least two are required")
+    processes = Ranks().size
+    if min(config.batch, len(data.x_train)) % processes:
+        raise ValueError(f"--batch {config.batch} cannot be divided equally among {processes} processes")
     normalised = [name for name in ("bn", "bn-recipe") if name in config.methods]
-    if normalised and min(config.batch, len(data.x_train)) < 2:
+    if normalised and min(config.batch, len(data.x_train)) < 2 * processes:
         raise ValueError(
             "batch normalisation requires at least two examples per batch; use --batch 2 or leave out "
             + " and ".join(normalised)
@@ -173,8 +189,9 @@ def _turns(trials: Sequence[Trial], epochs: int) -> Iterator[Trial]:
 
 def _warm_up(config: Config, data: Dataset, method: str) -> None:
     """Train a network that is thrown away for two updates, because the first updates in a process are slow."""
-    state = _new_trial(config, data, method, seed=0).state
-    train_epoch(state, data.x_train, data.y_train, torch.arange(len(data.x_train))[: 2 * config.batch], config.batch)
+    trial = _new_trial(config, data, method, seed=0)
+    first = torch.arange(len(data.x_train))[: 2 * config.batch]
+    train_epoch(trial.state, data.x_train, data.y_train, first, config.batch, network=trial.network)
 
 
 def _new_trial(config: Config, data: Dataset, method: str, seed: int) -> Trial:
@@ -205,7 +222,7 @@ def _run_epoch(trial: Trial, config: Config, data: Dataset, progress: Progress) 
             try:
                 step += train_epoch(
                     trial.state, data.x_train, data.y_train, order, config.batch,
-                    lambda fraction: progress.tick(trial.method, fraction),
+                    lambda fraction: progress.tick(trial.method, fraction), trial.network,
                 )  # fmt: skip
             except (WhiteningError, FloatingPointError) as error:  # the second comes from the drop-in optimizer
                 failure = error
@@ -223,11 +240,18 @@ def train_epoch(
     order: Tensor,
     batch: int,
     tick: Callable[[float], None] = lambda fraction: None,
+    network: nn.Module | None = None,
 ) -> int:
-    """Train on every full batch of `order` once; return the number of updates. `tick` receives the fraction done."""
-    model = state.model.train()
+    """Train on every full batch of `order` once; return the number of updates.
+
+    tick:    receives the fraction done
+    network: the model as it is called, if it is wrapped
+    """
+    model = (state.model if network is None else network).train()
     updates = _updates(len(order), batch)
-    for step, chosen in enumerate(torch.split(order[: updates * batch], batch), start=1):
+    ranks = Ranks()
+    for step, whole in enumerate(torch.split(order[: updates * batch], batch), start=1):
+        chosen = whole[ranks.rank :: ranks.size]
         inputs = x[chosen]
         labels = y[chosen]
         if state.rewhitening is not None:
