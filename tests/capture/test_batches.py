@@ -335,7 +335,7 @@ def test_a_model_and_a_loss_that_were_copied_without_their_optimizer_keep_nothin
     other_model, other_criterion = clone((model, criterion))
     other_criterion(other_model(x), y).backward()
     assert batches.seen() == []
-    assert all(listener.owner is None for listener in listeners(other_model) + listeners(other_criterion))
+    assert all(listener.owner() is None for listener in listeners(other_model) + listeners(other_criterion))
     new = listening(other_model, other_criterion)  # which removes what was copied
     assert listeners(other_model) == [new.listener] * 2
     assert listeners(other_criterion) == [new.listener]

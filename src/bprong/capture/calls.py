@@ -28,7 +28,7 @@ from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
 from bprong.linalg.moments import Sums, block_rows
 
-FARTHEST = 20  # operations between a parameter and a weight that is computed from it
+COMPUTATION = 20  # operations, at most, between a parameter and a weight that is computed from it
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
 FEWEST_ROWS = 128  # that are copied at once nevertheless
 
@@ -148,7 +148,9 @@ class Calls(list[Call]):
         """
         parameter: Any = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
         if id(parameter) not in self.weights and isinstance(tensor, Tensor):
-            return [(own, 0) for p in _sources(tensor) for own, _ in self.weights.get(id(p), ()) if own.computed]
+            sources = nodes_behind(tensor, lambda node: hasattr(node, "variable"), COMPUTATION)
+            known = [own for node in sources for own, _ in self.weights.get(id(node.variable), ()) if own.computed]
+            return [(own, 0) for own in known if own.weight.shape == tensor.shape]
         found = [
             (weight, (given.storage_offset() - tensor.storage_offset()) // tensor.stride(0), len(given))
             for weight, given in self.weights.get(id(parameter), ())
@@ -203,7 +205,10 @@ class Replacements:
             self._active += 1
             if self._active == 1:
                 for place, name, stand_in in self._find():
-                    replace_attribute(self._stack, place, name, stand_in)
+                    own = vars(place)  # an attribute that is not there is found by __getattr__, and must not stay there
+                    restore = (setattr, place, name, own[name]) if name in own else (delattr, place, name)
+                    self._stack.callback(*restore)
+                    setattr(place, name, stand_in)
         try:
             yield
         finally:
@@ -213,7 +218,7 @@ class Replacements:
                     self._stack.close()
 
 
-_ACTIVE: list[Calls] = []  # the contexts that the stand-ins serve
+_ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids
 
 
 @contextmanager
@@ -237,21 +242,10 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
             else:
                 hook = partial(_record_module, calls, weight)
                 stack.callback(weight.module.register_forward_hook(hook, with_kwargs=True).remove)
-        _ACTIVE.append(calls)
-        stack.callback(_stop, calls)
+        _ACTIVE[id(calls)] = calls
+        stack.callback(_ACTIVE.pop, id(calls))
         stack.enter_context(_STAND_INS.active())
         yield calls
-
-
-def _stop(calls: Calls) -> None:
-    _ACTIVE[:] = [other for other in _ACTIVE if other is not calls]
-
-
-def replace_attribute(stack: ExitStack, place: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module or class until the stack is closed."""
-    is_own = name in vars(place)  # if not, it is looked up by __getattr__ and must not be set afterwards
-    stack.callback(*((setattr, place, name, vars(place)[name]) if is_own else (delattr, place, name)))
-    setattr(place, name, value)
 
 
 def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
@@ -277,7 +271,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield torch._VF, name, _bound(_cell, getattr(torch._VF, name), formula)
     for name in LOSSES:
         yield F, name, _bound(_loss, getattr(F, name))
-    yield Tensor, "retain_grad", _retain_grad
+    yield Tensor, "retain_grad", _bound(_retain_grad, Tensor.retain_grad)
     yield checkpoint.CheckpointFunction, "apply", _bound(_reentrant, checkpoint.CheckpointFunction.apply)
 
 
@@ -286,9 +280,8 @@ _STAND_INS = Replacements(_stand_ins)
 
 def _active() -> list[Calls]:
     """The contexts of this thread; none while torch.compile traces."""
-    if torch.compiler.is_compiling():
-        return []
-    return [calls for calls in _ACTIVE if calls.thread == threading.get_ident()]
+    contexts = [] if torch.compiler.is_compiling() else list(_ACTIVE.values())
+    return [calls for calls in contexts if calls.thread == threading.get_ident()]
 
 
 def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -305,15 +298,16 @@ def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any,
     return a
 
 
-def _sources(tensor: Tensor) -> Iterator[Tensor]:
-    """The parameters of its shape that a tensor was computed from in a few operations."""
-    nodes = [tensor.grad_fn]
+def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) -> list[Any]:
+    """Those of the wanted operations that a value was computed by; the search ends after so many operations."""
+    nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
+    found = []
     for node in nodes:  # which grows meanwhile
-        parameter = getattr(node, "variable", None)
-        if parameter is not None and parameter.shape == tensor.shape:
-            yield parameter
-        if node is not None and len(nodes) < FARTHEST:
-            nodes += [following for following, _ in node.next_functions if following not in nodes]
+        if wanted(node):
+            found.append(node)
+        elif len(nodes) < farthest:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return found
 
 
 def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
@@ -369,13 +363,10 @@ def _loss(function: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> 
     return function(input, target, *args, **kwargs)
 
 
-_RETAIN_GRAD = Tensor.retain_grad
-
-
-def _retain_grad(tensor: Tensor) -> None:
+def _retain_grad(function: Any, tensor: Tensor) -> None:
     for calls in _active():
         calls.retained.append(weakref.ref(tensor))
-    _RETAIN_GRAD(tensor)
+    function(tensor)
 
 
 def _reentrant(apply: Any, *args: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.capture.calls import Calls
+from bprong.capture.calls import Calls, nodes_behind
 
 Key = str | int | Callable[[Any], Any]
 
-FARTHEST = 200  # operations between an output and its loss
+TO_THE_LOSS = 200  # operations, at most, between an output and its loss
 
 
 @dataclass
@@ -90,19 +90,7 @@ def _advice(returned: Any) -> str:
 
 def _depends_on(value: Tensor, tensor: Any) -> bool:
     node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-    return node is not None and bool(nodes_behind(value, lambda one: one is node))
-
-
-def nodes_behind(value: Tensor, wanted: Callable[[Node], bool]) -> list[Node]:
-    """Those of the wanted operations that a value was computed by; the search ends if they are far away."""
-    nodes = [] if value.grad_fn is None else [value.grad_fn]
-    found = []
-    for node in nodes:  # which grows meanwhile
-        if wanted(node):
-            found.append(node)
-        elif len(nodes) < FARTHEST:
-            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-    return found
+    return node is not None and bool(nodes_behind(value, lambda one: one is node, TO_THE_LOSS))
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bprong.capture.batches import Batch, OutputGradient, examples
-from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.calls import Calls, nodes_behind, recorded_calls
 from bprong.capture.listener import Listener
 from bprong.capture.measure import LayerMoments, gathered
-from bprong.capture.output import Head, Output, laid_out, nodes_behind
+from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.loss import Loss
@@ -110,7 +110,6 @@ class Batches:
         self.unread: str | None = None  # why no output was found in what the model returned
         self._loss_is_inside = True  # until a call shows otherwise
         self.listener = Listener(self)
-        self.listener.attach(self)
 
     def __reduce__(self) -> tuple[type[Batches], tuple[Any, ...]]:
         return Batches, (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
@@ -205,7 +204,7 @@ class Batches:
             return
         begun.output = Output.of(parts)
         for edge in begun.output.edges:  # for the loss to find the call
-            _metadata(edge.node)[id(self)] = weakref.ref(begun)
+            cast(Any, edge.node).metadata[id(self)] = weakref.ref(begun)
         leaves, structure = tree_flatten(returned)
         if callable(self.head.key) and not all(any(part is leaf for leaf in leaves) for part in parts):
             begun.structure = structure  # the loss is computed from the tensors that the output was made of
@@ -232,27 +231,27 @@ class Batches:
 
     def _needs_own_pass(self, calls: Calls) -> bool:
         """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
-        missing = calls.recorded - {call.weight for call in calls}
-        if all(weight.name in calls.empty for weight in missing):
-            return bool(calls.recorded) and (calls.opaque or _anything_is_compiled())
-        return True
+        seen = {call.weight for call in calls}
+        missing = any(weight not in seen and weight.name not in calls.empty for weight in calls.recorded)
+        return missing or (bool(calls.recorded) and (calls.opaque or _anything_is_compiled()))
 
     def after_loss(self, value: Tensor, y: Tensor) -> None:
         """When the loss module was called: its targets belong to the calls of the model that its value depends on."""
-        for node in nodes_behind(value, lambda node: id(self) in _metadata(node)):
-            begun = _metadata(node)[id(self)]()
+        for node in nodes_behind(value, lambda node: id(self) in node.metadata, TO_THE_LOSS):
+            begun = node.metadata[id(self)]()
             if begun is not None:
                 begun.given = (*begun.given, y.detach())
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, begun: Pass, part: int | None, gradient: Tensor, accumulates: bool) -> None:
+    def arrive(self, begun: Pass, part: int | None, gradient: Tensor) -> None:
         """When the user's backward pass arrives at a part of the output of a call.
 
-        accumulates: whether it adds to `.grad`; otherwise it returns gradients, which may be those of the step if no
-                     other pass adds to `.grad`
+        If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
+        `.grad`.
         """
-        if begun.output is None:  # it was used by an earlier step
+        accumulates = destination(self.model.parameters())
+        if begun.output is None or accumulates is None:  # it was used by an earlier step, or this is not training
             return
         if not accumulates and any(one.accumulated for one in self.reached):
             return  # its gradients are for the user's own use
@@ -319,11 +318,10 @@ class Batches:
 
         Gradients that are not finite belong to a step that was skipped.
         """
-        if begun.output is None or not begun.gradients:
+        parts = () if begun.output is None else begun.output.parts
+        arrivals = len(parts) if begun.structure is None else begun.structure.num_leaves
+        if not parts or len(begun.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
             return None
-        parts = begun.output.parts
-        if len(begun.gradients) < (len(parts) if begun.structure is None else begun.structure.num_leaves):
-            return None  # the backward pass has not arrived everywhere yet
         gradients = [begun.gradients[i] for i in sorted(begun.gradients)]
         if begun.structure is not None:  # what rearranges tensors rearranges their gradients
             gradients, _ = self.head.find(tree_unflatten(gradients, begun.structure))
@@ -334,11 +332,6 @@ class Batches:
             return None
         class_dim = self.loss.likelihood.class_dim(laid_out(parts, None), laid_out(gradients, None))
         return OutputGradient(laid_out(parts, class_dim), laid_out(gradients, class_dim), class_dim)
-
-
-def _metadata(node: Node) -> dict[int, weakref.ref[Pass]]:
-    """What is noted at an operation: the calls, by their owner, whose output it computed."""
-    return node.metadata  # type: ignore[return-value]  # a property, other than the stubs say
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -355,11 +348,8 @@ def _anything_is_compiled() -> bool:
 def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient: Tensor | None) -> None:
     """A hook on a part of the output. It does nothing within a pass of our own over the same graph."""
     batches = owner()
-    if batches is None or gradient is None or is_own_pass():
-        return
-    accumulates = destination(batches.model.parameters())
-    if accumulates is not None:
-        batches.arrive(begun, part, gradient, accumulates)
+    if batches is not None and gradient is not None and not is_own_pass():
+        batches.arrive(begun, part, gradient)
 
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:
