@@ -23,7 +23,6 @@ from bprong.capture.calls import Call
 from bprong.capture.output import Output
 from bprong.capture.own_pass import recorded_run
 from bprong.capture.weights import WeightMatrix, weight_matrix_of
-from bprong.checks import takes_loss
 from bprong.likelihood.loss import Declaration, declared_loss
 from bprong.linalg.moments import finite, float64_copy
 from bprong.network.layers import WhitenedLinear
@@ -58,7 +57,6 @@ class FisherFactors:
         return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.targets
 
 
-@takes_loss
 def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFactors]:
     """z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model is left as it was.
 
@@ -70,7 +68,6 @@ def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFa
     return [replace(own[0], delta=torch.cat([found.delta for found in own])) for own in roots.values()]
 
 
-@takes_loss
 def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
     """E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates, without storing the errors of each example."""
     sides: dict[str, tuple[Tensor, Tensor]] = {}
@@ -174,7 +171,6 @@ def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[
     return identity_measures(torch.linalg.eigvalsh(G), float(between) ** 2, eps)
 
 
-@takes_loss
 def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     """Measures how close to the identity the model's Fisher matrix on x is, in the coordinates its optimizer sees.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -73,18 +71,3 @@ def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     if value not in allowed:
         raise ValueError(f"{kind} must be one of {allowed}, not {value!r}")
     return value
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def takes_loss(function: Function) -> Function:
-    """Decorates a function with an argument `loss`: its former name, likelihood, raises a TypeError that says so."""
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if "likelihood" in kwargs:
-            raise TypeError("likelihood= is now called loss=, and takes the loss that you minimise")
-        return function(*args, **kwargs)
-
-    return cast(Function, checked)

@@ -595,13 +595,6 @@ TAKES_LOSS = {
 
 
 @pytest.mark.parametrize("name", TAKES_LOSS)
-def test_the_former_keyword_raises_an_error_that_names_the_new_one(name):
-    with pytest.raises(TypeError, match=r"likelihood.*loss"):
-        TAKES_LOSS[name](likelihood="categorical")
-    TAKES_LOSS[name](loss="cross_entropy")
-
-
-@pytest.mark.parametrize("name", TAKES_LOSS)
 def test_a_loss_that_cannot_be_expressed_is_refused_at_construction(name):
     with pytest.raises(TypeError, match=r"loss cannot be HuberLoss.*nn\.CrossEntropyLoss.*bprong\.Likelihood"):
         TAKES_LOSS[name](loss=nn.HuberLoss())

@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
+from bprong.likelihood.loss import KINDS
 from bprong.linalg.moments import Sums, block_rows
 
 COMPUTATION = 20  # operations, at most, between a parameter and a weight that is computed from it
@@ -85,8 +86,7 @@ class Call:
         """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory: (which rows, chunk)."""
         blocks = self.weight.inputs
         if self.geometry is not None:
-            most = _rows_at_once(blocks.groups * blocks.features)
-            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, most)
+            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
         else:
             rows = self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features)
             chunks = torch.split(rows, _rows_at_once(rows[0].numel()))
@@ -95,20 +95,17 @@ class Call:
             yield slice(start, start + len(chunk)), chunk
             start += len(chunk)
 
-    def counted_inputs(self, counted: Tensor | None = None) -> Iterator[Tensor]:
-        """The rows of z that count, in chunks; counted: (rows,) mask, None: all but the ignored ones."""
+    def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
+        """Adds the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
         if self.ignored is not None:
             counted = ~self.ignored if counted is None else counted & ~self.ignored
-        return filter(len, (chunk if counted is None else chunk[counted[rows]] for rows, chunk in self.inputs()))
-
-    def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
-        """Adds the rows of z that count to the sums behind c and Ž."""
-        blocks = self.weight.inputs
-        for rows in self.counted_inputs(counted):
+        expected = self.rows if counted is None else int(counted.sum())
+        for rows, chunk in self.inputs():
+            own = chunk if counted is None else chunk[counted[rows]]
             if self.weight.one_hot:
-                sums.count(rows, blocks.count)
-            else:
-                sums.add(block_rows(rows, blocks), self.rows if counted is None else int(counted.sum()))
+                sums.count(own, self.weight.inputs.count)
+            elif len(own):
+                sums.add(block_rows(own, self.weight.inputs), expected)
 
 
 def _rows_at_once(features: int) -> int:
@@ -169,10 +166,8 @@ class Calls(list[Call]):
             self.empty.add(weight.name)
             return
         z = z.detach()
-        if z.is_nested:
-            z = z.values()
-        elif z.layout is not torch.strided:
-            z = z.to_dense()
+        if z.is_nested or z.layout is not torch.strided:
+            z = z.values() if z.is_nested else z.to_dense()
         is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
         # If a view is changed in place, its history is that of its base from then on.
         base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a
@@ -261,18 +256,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What to replace: the place, the name and the stand-in of each of torch's functions that use a weight."""
     # In eval mode without gradients attention is one fused function, which shows none of its projections.
     yield torch.backends.mha, "get_fastpath_enabled", lambda: False
-    for name, describe in DESCRIPTIONS.items():
-        yield F, name, _bound(_recorded, getattr(F, name), describe)
-        if describe is _convolution:
-            yield torch, name, _bound(_recorded, getattr(torch, name), describe)
-    for place, name in PRODUCTS:
-        yield place, name, _by_hand(getattr(place, name))
-    for name, formula in CELLS.items():
-        yield torch._VF, name, _bound(_cell, getattr(torch._VF, name), formula)
-    for name in LOSSES:
-        yield F, name, _bound(_loss, getattr(F, name))
-    yield Tensor, "retain_grad", _bound(_retain_grad, Tensor.retain_grad)
-    yield checkpoint.CheckpointFunction, "apply", _bound(_reentrant, checkpoint.CheckpointFunction.apply)
+    for place, name, stand_in, *details in FUNCTIONS:
+        yield place, name, _bound(stand_in, getattr(place, name), *details)
 
 
 _STAND_INS = Replacements(_stand_ins)
@@ -318,16 +303,12 @@ def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any
     return {"columns": slice(first, first + own.outputs.features)}
 
 
-def _by_hand(function: Any) -> Callable[..., Any]:
+def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
-
-    def product(*args: Any, **kwargs: Any) -> Any:
-        W = args[-1] if args and not kwargs else None
-        if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
-            return function(*args, **kwargs)
-        return _recorded(lambda *_: function(*args), _product, args[-2], W.T)
-
-    return product
+    W = args[-1] if args and not kwargs else None
+    if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
+        return function(*args, **kwargs)
+    return _recorded(lambda *_: function(*args), _product, args[-2], W.T)
 
 
 _product = partial(_linear)
@@ -355,24 +336,16 @@ def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_h
     return formula(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
 
 
-def _loss(function: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss function; its input and its targets are recorded."""
+def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+    """Call one of torch's functions, and note its name and its arguments in the active contexts."""
     for calls in _active():
-        if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
-            calls.losses.append((function.__name__, input, target))
-    return function(input, target, *args, **kwargs)
+        note(calls, function.__name__, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
-def _retain_grad(function: Any, tensor: Tensor) -> None:
-    for calls in _active():
-        calls.retained.append(weakref.ref(tensor))
-    function(tensor)
-
-
-def _reentrant(apply: Any, *args: Any) -> Any:
-    for calls in _active():
-        calls.opaque = True
-    return apply(*args)
+def _note_loss(calls: Calls, name: str, input: Any, target: Any, *_: Any, **__: Any) -> None:
+    if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
+        calls.losses.append((name, input, target))
 
 
 def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
@@ -380,12 +353,14 @@ def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, k
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
 
 
-DESCRIPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "linear": _linear,
-    "embedding": _embedding,
-    "conv1d": _convolution,
-    "conv2d": _convolution,
-    "conv3d": _convolution,
-}
-PRODUCTS = ((torch, "addmm"), (torch, "matmul"), (Tensor, "matmul"), (Tensor, "__matmul__"))
-LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss")
+FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that takes besides the function
+    (F, "linear", _recorded, _linear),
+    (F, "embedding", _recorded, _embedding),
+    *((place, f"conv{n}d", _recorded, _convolution) for place in (F, torch) for n in (1, 2, 3)),
+    *((torch, name, _by_hand) for name in ("addmm", "matmul")),
+    *((Tensor, name, _by_hand) for name in ("matmul", "__matmul__")),
+    *((torch._VF, name, _cell, formula) for name, formula in CELLS.items()),
+    *((F, kind.function.__name__, _noted, _note_loss) for kind in KINDS.values()),
+    (Tensor, "retain_grad", _noted, lambda calls, _, tensor: calls.retained.append(weakref.ref(tensor))),
+    (checkpoint.CheckpointFunction, "apply", _noted, lambda calls, *_: setattr(calls, "opaque", True)),
+]

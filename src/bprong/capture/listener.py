@@ -94,4 +94,4 @@ def _remove_copies(module: nn.Module) -> None:
         listeners = {key: getattr(hook, "__self__", None) for key, hook in hooks.items()}
         for key in (key for key, one in listeners.items() if isinstance(one, Listener) and one.owner() is None):
             for own in (hooks, *flags):
-                own.pop(key, None)
+                own.pop(key, None)  # type: ignore[attr-defined]

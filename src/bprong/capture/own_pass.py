@@ -55,7 +55,8 @@ def own_pass() -> Iterator[None]:
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Entering a context takes longer than finding out whether it is needed."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 @contextmanager
@@ -138,8 +139,7 @@ def _users_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Callab
     everywhere = [d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)]
     for hooks in (*_GLOBAL_HOOKS, *everywhere):
         for key, hook in hooks.items():
-            function = getattr(hook, "func", hook)
-            if not getattr(function, "__module__", "").startswith(("torch.", "bprong.")):
+            if not getattr(getattr(hook, "func", hook), "__module__", "").startswith(("torch.", "bprong.")):
                 yield hooks, key, hook
 
 
@@ -185,7 +185,7 @@ def _restorers(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
             for item in contents.values() if isinstance(contents, dict) else contents:
                 yield from _restorers(item, seen)
         case torch.Generator() | np.random.RandomState():
-            yield partial(value.set_state, value.get_state())
+            yield partial(value.set_state, value.get_state())  # type: ignore[arg-type]
         case random.Random():
             yield partial(value.setstate, value.getstate())
         case np.random.Generator():

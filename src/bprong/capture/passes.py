@@ -146,10 +146,9 @@ class Batches:
             calls.append(Batch(Arguments(*arguments)))
         calls = [self._with_loss_inside(call) for call in calls]
         if not self.observed:
-            if all(len(call.given) == 1 for call in calls):
-                return calls
             given = tuple(y for call in calls for y in call.given)  # of several calls before their losses
-            return [replace(call, given=given) for call in calls]
+            each = all(len(call.given) == 1 for call in calls)
+            return calls if each else [replace(call, given=given) for call in calls]
         lefts = [call.left for call in calls] if len(calls) == len(self.observed) else [None] * len(self.observed)
         return [
             replace(batch, left=left if left is not None and len(left.output) == _length(batch) else None)
@@ -182,8 +181,8 @@ class Batches:
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         arguments = Arguments(args, kwargs, autocast)
         begun = Pass(arguments, _versions(arguments), ExitStack())
-        if _is_compiled(self.model):
-            begun.calls = Calls(weights, formulas=False)
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self.model.modules()):
+            begun.calls = Calls(weights, formulas=False)  # they cannot be seen in compiled modules
             begun.calls.opaque = True
         elif weights or self._loss_is_inside:
             begun.calls = begun.recording.enter_context(recorded_calls(weights, formulas=False))
@@ -194,9 +193,8 @@ class Batches:
     def finish(self, begun: Pass, returned: Any) -> None:
         """When the call has returned, or raised an error (None): wait for a backward pass."""
         begun.recording.close()
-        calls = begun.calls
         try:
-            parts, begun.given = ([], ()) if returned is None else self.head.find(returned, calls)
+            parts, begun.given = ([], ()) if returned is None else self.head.find(returned, begun.calls)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self.unread = str(reason)
             return
@@ -212,10 +210,10 @@ class Batches:
         elif len(parts) == 1:
             begun.number = parts[0].output_nr
             begun.output = replace(begun.output, edges=())
-        triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
         if not any(part.numel() for part in begun.output.parts):
-            calls = None
             begun.calls = None
+        calls = begun.calls
+        triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
         if calls is not None:
             begun.retained = [*calls.retained, *(weakref.ref(t) for t in leaves if isinstance(t, Tensor))]
             self._loss_is_inside = calls.opaque or bool(calls.losses)
@@ -332,11 +330,6 @@ class Batches:
             return None
         class_dim = self.loss.likelihood.class_dim(laid_out(parts, None), laid_out(gradients, None))
         return OutputGradient(laid_out(parts, class_dim), laid_out(gradients, class_dim), class_dim)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether calls of the weights of a model, or of some of them, cannot be seen."""
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
 def _anything_is_compiled() -> bool:

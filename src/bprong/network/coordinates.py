@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +46,8 @@ class Multiplier(NamedTuple):
 
 def quotient(old: Tensor, new: Tensor) -> Multiplier:
     """T = U' U⁻¹ for any two invertible matrices, or n pairs of them, in float64."""
-
-    def times(M: Tensor) -> Tensor:
-        return torch.matmul(new, torch.linalg.solve(old, M))
-
-    def transposed_solve(M: Tensor) -> Tensor:
-        return cast(Tensor, torch.linalg.solve(new.mT, old.mT @ M))
-
-    return Multiplier(times, transposed_solve)
+    solve: Callable[[Tensor, Tensor], Tensor] = torch.linalg.solve
+    return Multiplier(lambda M: new @ solve(old, M), lambda M: solve(new.mT, old.mT @ M))
 
 
 @dataclass(frozen=True)
@@ -69,16 +63,13 @@ class Change:
 
     def velocity(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves parameters, and whatever is added to them."""
-        if self.s is None:
-            return on_outputs(self.T.transposed_solve, W, b, self.blocks)
-        moved = on_inputs(self.T.transposed_solve, W, self.blocks)
-        return moved, None if b is None else b + times_mean(W, self.s, self.blocks)
+        moved, b = self._applied(self.T.transposed_solve, W, b)
+        return moved, b if b is None or self.s is None else b + times_mean(W, self.s, self.blocks)
 
     def gradient(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves gradients by the parameters."""
-        if self.s is None:
-            return on_outputs(self.T.times, W, b, self.blocks)
-        return on_inputs(self.T.times, W if b is None else W - self._outer(b, self.s, W), self.blocks), b
+        centred = W if b is None or self.s is None else W - self._outer(b, self.s, W)
+        return self._applied(self.T.times, centred, b)
 
     def squares(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves mean squares v of gradients, which are taken to be uncorrelated.
@@ -87,12 +78,14 @@ class Change:
         positive; correlations, which v does not contain, are lost.
         """
         T = self.T.times(W.new_ones(self.blocks.shape[:-1]).diag_embed())
-        if self.s is None:
-            return on_outputs(T.square().matmul, W, b, self.blocks)
-        moved = on_inputs(T.square().matmul, W, self.blocks)
-        if b is not None:
+        moved, b = self._applied(T.square().matmul, W, b)
+        if b is not None and self.s is not None:
             moved = moved + self._outer(b, (T @ self.s.unsqueeze(-1)).squeeze(-1).square(), W)
         return moved, b
+
+    def _applied(self, apply: Map, W: Tensor, b: Tensor | None) -> Pair:
+        """A map of columns on the side that changes; the bias belongs to the outputs."""
+        return on_outputs(apply, W, b, self.blocks) if self.s is None else (on_inputs(apply, W, self.blocks), b)
 
     def _outer(self, b: Tensor, s: Tensor, like: Tensor) -> Tensor:
         """b sᵀ in the shape of a weight."""

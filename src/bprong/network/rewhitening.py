@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bprong.capture.backprop import Fisher
 from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import integer, number, one_of, pair, refuse_distributed, takes_loss
+from bprong.checks import integer, number, one_of, pair, refuse_distributed
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
@@ -79,7 +79,6 @@ class Rewhitening:
     A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
     """
 
-    @takes_loss
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], loss: Declaration | None = None, *,
         fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,
@@ -161,17 +160,16 @@ class Rewhitening:
 
         A batch that is not finite needs one too: the exact factorisation reports why it cannot be used.
         """
-        found = measured.z_rows if side.of_inputs else measured.delta_rows
-        if side not in self._tracks or not found:
+        found = measured.z if side.of_inputs else measured.delta
+        if side not in self._tracks or found is None:
             return side in self._tracks  # a layer without rows waits for its next batch
         module = self._modules[layer.name]
         held = module.U if side.of_inputs else cast(Tensor, module.R)
         U = held.to(torch.promote_types(held.dtype, torch.float32))
-        rows = torch.cat(found).to(U)
-        V = rows / math.sqrt(len(rows) if side.of_inputs else measured.targets)
+        V = found.values.to(U) / math.sqrt(found.weight)
         mean = None
-        if side.of_inputs and module.centred:
-            V, mean = centred_rows(rows, module.c.to(U), self._mu)
+        if found.mean is not None:
+            V, mean = centred_rows(V, found.mean.to(U), module.c.to(U), self._mu)
         try:
             T, moved = self._tracks[side].step(U, V, self._mu, self._damping[side.name])
             change = module.rewhiten_(side.name, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
@@ -182,11 +180,11 @@ class Rewhitening:
         return True
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> dict[str, LayerMoments]:
-        """Measures the layers on a batch; rows: the rows of z and δ themselves instead of their moments."""
+        """Measures the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
         return record(
-            self.model, {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}, x, y,
+            self.model, {layer.linear: self._modules[layer.name].centred for layer in trained}, x, y,
             likelihood=self._likelihood if self._schedule.two_sided else None,
             fisher=self._schedule.settings.fisher, seed=self._schedule.seed, rows=rows,
             inputs=self._schedule.measured("forward"), errors=self._schedule.measured("backward"),

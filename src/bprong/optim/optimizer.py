@@ -22,11 +22,11 @@ from bprong.capture.coverage import fallback_reasons
 from bprong.capture.output import Head, Key
 from bprong.capture.own_pass import without_autocast
 from bprong.capture.passes import Batches
-from bprong.capture.weights import COVERED, Limits, covered_weights
-from bprong.checks import integer, number, one_of, positive, refuse_distributed, takes_loss
+from bprong.capture.weights import COVERED, covered_weights
+from bprong.checks import integer, number, one_of, positive, refuse_distributed
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
-from bprong.linalg.blocks import MAX_DIM
+from bprong.linalg.blocks import MAX_DIM, Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
@@ -112,7 +112,6 @@ class BPRONG(Optimizer):
     _whitens_backward = True
     _default_damping: Mapping[SideName, float | Damping] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
 
-    @takes_loss
     def __init__(
         self,
         model: nn.Module,
@@ -475,7 +474,6 @@ class PRONG(BPRONG):
     _whitens_backward = False
     _default_damping: Mapping[SideName, float | Damping] = {"forward": 0.01, "backward": 0.015}
 
-    @takes_loss
     def __init__(
         self,
         model: nn.Module,
