@@ -55,7 +55,6 @@ class Pass:
     gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
     number:     which of the results of its operation the output is, if that is where a hook is
     task:       the backward pass that reached it last, and whether that pass added to `.grad`
-    is_gathered: whether its moments were added to those of another call
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -73,7 +72,6 @@ class Pass:
     number: int | None = None
     task: int = -1
     accumulated: bool = False
-    is_gathered: bool = False
 
 
 class Batches:
@@ -298,14 +296,9 @@ class Batches:
 
         If the gradients of one of them are thrown away, so are those of all the others.
         """
-        counting = [
-            one
-            for one in finished
-            if one.measured and not one.is_gathered and self._batch(one).counts(self.loss.likelihood)
-        ]
+        counting = [one for one in finished if one.measured and self._batch(one).counts(self.loss.likelihood)]
         for one, following in pairwise(counting):
             one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
-            one.is_gathered = True
 
     def _batch(self, begun: Pass) -> Batch:
         """A call that a backward pass has reached."""
@@ -375,11 +368,10 @@ def destination(parameters: Iterable[Tensor]) -> bool | None:
     [None, False, True]
     """
     returned = False
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
-                    return True
-            except RuntimeError:  # autograd.grad() was asked for this gradient
-                returned = True
+    for parameter in (p for p in parameters if p.requires_grad):
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                return True
+        except RuntimeError:  # autograd.grad() was asked for this gradient
+            returned = True
     return False if returned else None

@@ -93,9 +93,8 @@ class Loss:
 
     def fits(self, output: Tensor) -> bool:
         """Whether the model returns what the loss takes, as far as can be seen."""
-        if self.kind != KINDS["nll"] or not bool(torch.isfinite(output).all()):
-            return True
-        return float(output.logsumexp(dim=-1).abs().max()) < 0.1
+        known = self.kind == KINDS["nll"] and bool(torch.isfinite(output).all())
+        return not known or float(output.logsumexp(dim=-1).abs().max()) < 0.1
 
     def value(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
         """The loss as the user computes it, of the targets that count; classes are in the output's last dimension.
@@ -159,11 +158,9 @@ def declared_loss(given: Declaration | None) -> Loss:
         return Loss(type(given).__name__, given)
     if isinstance(given, str) and given in _WORDS:
         return Loss(f'"{given}"', _WORDS[given]())
-    function: object = given
-    keywords: dict[str, Any] = {}
-    if isinstance(given, functools.partial) and not given.args:
-        function = given.func
-        keywords = given.keywords
+    partial = given if isinstance(given, functools.partial) and not given.args else None
+    function: object = given if partial is None else partial.func
+    keywords = {} if partial is None else partial.keywords
     for name, kind in KINDS.items():
         if isinstance(given, str) and given in (name, kind.function.__name__):
             return Loss(f'"{given}"', kind.family(), kind, {})
