@@ -203,14 +203,8 @@ def _attention(module: nn.MultiheadAttention, limits: Limits) -> Iterator[Weight
         rows = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
         packed = module.in_proj_weight is not None
         weight = module.in_proj_weight if packed else getattr(module, f"{letter}_proj_weight")
-        weight_rows = rows if packed else None
-        yield replace(_dense(letter, weight, module.in_proj_bias, limits, weight_rows), bias_rows=rows)
-
-
-def _cell(module: nn.RNNCellBase, limits: Limits) -> Iterator[WeightMatrix]:
-    """The two weights of a recurrent cell: of its input and of its state."""
-    yield _dense("ih", module.weight_ih, module.bias_ih, limits)
-    yield _dense("hh", module.weight_hh, module.bias_hh, limits)
+        own = _dense(letter, weight, module.in_proj_bias, limits, rows if packed else None)
+        yield replace(own, bias_rows=rows)
 
 
 LIKE: dict[type[nn.Module], Callable[..., Iterable[WeightMatrix]]] = {
@@ -226,8 +220,10 @@ _MAKERS: dict[type[nn.Module], Maker] = {
     # the output projection of attention
     NonDynamicallyQuantizableLinear: partial(named, _linear, ["weight"], ["bias"]),
     nn.MultiheadAttention: _attention,
-    nn.RNNCell: _cell,
-    nn.LSTMCell: _cell,
-    nn.GRUCell: _cell,
+    # of their input and of their state
+    **dict.fromkeys(
+        (nn.RNNCell, nn.LSTMCell, nn.GRUCell),
+        partial(named, _linear, ["weight_ih", "weight_hh"], ["bias_ih", "bias_hh"]),
+    ),
 }
 REGISTERED: OrderedDict[int, tuple[type[nn.Module], Maker]] = OrderedDict()  # by handle; the last of a type holds

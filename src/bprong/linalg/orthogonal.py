@@ -34,15 +34,9 @@ def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
     tensor([1.1192, 0.7229], dtype=torch.float64)
     """
     a, b, c = QUINTIC
-    total = None
-    for step in range(steps):
-        p = torch.baddbmm(A, A, A, beta=b, alpha=c) if A.ndim == 3 else torch.addmm(A, A, A, beta=b, alpha=c)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)
-        total = p if total is None else p @ total
-        if step < steps - 1:
-            A = p @ (A @ p)
-    assert total is not None
-    return total
+    p = torch.baddbmm(A, A, A, beta=b, alpha=c) if A.ndim == 3 else torch.addmm(A, A, A, beta=b, alpha=c)
+    p.diagonal(dim1=-2, dim2=-1).add_(a)
+    return p if steps == 1 else polynomial(p @ (A @ p), steps - 1) @ p  # A of the next step is that of p X
 
 
 @dataclass(frozen=True)
