@@ -83,7 +83,7 @@ def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callabl
     if not output.edges:
         raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
     last = _last_of([edge.node for edge in output.edges], by_node.keys())
-    asked = [call for node in last for call in by_node[node]]
+    asked = [call for node, own in by_node.items() if node in last for call in own]
     with ExitStack() as hooks:
         for node in by_node.keys() - last:
             hooks.callback(node.register_prehook(partial(_pass_on, by_node[node], take)).remove)

@@ -166,8 +166,10 @@ class Calls(list[Call]):
             self.empty.add(weight.name)
             return
         z = z.detach()
-        if z.is_nested or z.layout is not torch.strided:
-            z = z.values() if z.is_nested else z.to_dense()
+        if z.is_nested:
+            z = z.values()
+        elif z.layout is not torch.strided:
+            z = z.to_dense()
         is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
         # If a view is changed in place, its history is that of its base from then on.
         base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a

@@ -193,8 +193,9 @@ def _restorers(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
 
 
 def _refill(container: Any, contents: Any) -> None:
+    fill = container.extend if isinstance(container, (list, deque)) else container.update
     container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(contents)
+    fill(contents)
 
 
 @contextmanager
