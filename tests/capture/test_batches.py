@@ -276,7 +276,7 @@ def test_a_batch_is_copied_with_the_rows_of_its_targets():
     assert part["x"].tolist() == [[0, 1], [4, 5]]
     assert part["scale"] == 2
     assert part["half"].dtype is torch.float64
-    assert copied(targets, subset, torch.float64, several=True).tolist() == [0, 1, 2, 6, 7, 8]
+    assert subset.rows(targets).tolist() == [0, 1, 2, 6, 7, 8]
     assert torch.equal(copied(targets, subset, torch.float64), targets)
     whole = copied(inputs, Subset(4, 4), torch.float64)
     assert torch.equal(whole, inputs)
@@ -335,7 +335,7 @@ def test_a_model_and_a_loss_that_were_copied_without_their_optimizer_keep_nothin
     other_model, other_criterion = clone((model, criterion))
     other_criterion(other_model(x), y).backward()
     assert batches.seen() == []
-    assert all(listener.owner is None for listener in listeners(other_model) + listeners(other_criterion))
+    assert all(listener.owner() is None for listener in listeners(other_model) + listeners(other_criterion))
     new = listening(other_model, other_criterion)  # which removes what was copied
     assert listeners(other_model) == [new.listener] * 2
     assert listeners(other_criterion) == [new.listener]

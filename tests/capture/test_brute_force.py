@@ -161,7 +161,7 @@ def test_a_recurrent_cell_over_time():
     layers = measured(Unrolled(), xs, torch.arange(5) % 3)
     D = brute_force_D(logits_of, (3, 4), xs)
     before = torch.stack([h for x in xs for h in states(x, torch.zeros(3, 4))[:-1]])
-    assert_close(layers["cell.ih"].forward.moments.second, torch.cov(xs.flatten(0, 1).T, correction=0), 1e-10)
-    assert_close(layers["cell.hh"].forward.moments.second, torch.cov(before.T, correction=0), 1e-10)
-    for name in ("cell.ih", "cell.hh"):
+    assert_close(layers["cell.weight_ih"].forward.moments.second, torch.cov(xs.flatten(0, 1).T, correction=0), 1e-10)
+    assert_close(layers["cell.weight_hh"].forward.moments.second, torch.cov(before.T, correction=0), 1e-10)
+    for name in ("cell.weight_ih", "cell.weight_hh"):
         assert_close(layers[name].backward.moments.second, D, 1e-10)

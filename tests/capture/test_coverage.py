@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import bprong
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer
-from bprong.linalg.blocks import Blocks, blocks_of
+from bprong.linalg.blocks import Blocks, Limits
 from helpers import assert_close
 
 
@@ -172,7 +172,7 @@ def test_a_side_in_blocks_is_the_block_diagonal_of_the_whole(max_dim):
         g = (p - F.one_hot(y, 6)) / 30
         c = x.mean(0)
         kept = [torch.zeros(n, n) for n in (12, 6)]
-        for mask, blocks in zip(kept, (blocks_of(12, max_dim=max_dim), blocks_of(6, max_dim=max_dim)), strict=True):
+        for mask, blocks in zip(kept, map(Limits(max_dim).blocks, (12, 6)), strict=True):
             for i in range(blocks.count):
                 mask[i * blocks.size :, i * blocks.size :][: blocks.size, : blocks.size] = 1
         UU = torch.linalg.inv(Z * kept[0] + 0.2 * torch.eye(12))
@@ -187,7 +187,7 @@ def test_a_side_in_blocks_is_the_block_diagonal_of_the_whole(max_dim):
 
 @pytest.mark.parametrize("features", [1, 97, 4096, 4097, 5000, 50_000, 50_257, 10**6])
 def test_no_side_takes_more_memory_than_one_block_of_max_dim(features):
-    blocks = blocks_of(features)
+    blocks = Limits().blocks(features)
     assert blocks.features == features
     assert blocks.entries <= max(4096**2, features)
     assert features > 4096 or blocks == Blocks(features)

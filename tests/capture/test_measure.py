@@ -7,16 +7,18 @@ from torch import nn
 
 import bprong
 from bprong.capture.measure import record
+from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Categorical
 from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, classification, mlp
 
 
-def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=True, seed=0):
+def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=None, seed=0):
     kinds = (nn.Linear, bprong.WhitenedLinear)
-    layers = {name: (m, m.bias is not None) for name, m in model.named_modules() if isinstance(m, kinds)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+    weights = {weight_matrix_of(name, m): m.bias is not None for name, m in layers.items()}
     likelihood = declared_loss(loss).likelihood
-    return record(model, layers, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
+    return record(model, weights, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
 
 
 def brute_force_D(model, layer, x):

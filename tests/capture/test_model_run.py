@@ -8,16 +8,18 @@ from torch.utils.checkpoint import checkpoint
 
 import bprong
 from bprong.capture.measure import record
+from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Likelihood
 from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 
 
-def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=True, seed=0):
+def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=None, seed=0):
     kinds = (nn.Linear, bprong.WhitenedLinear)
-    layers = {name: (m, m.bias is not None) for name, m in model.named_modules() if isinstance(m, kinds)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+    weights = {weight_matrix_of(name, m): m.bias is not None for name, m in layers.items()}
     likelihood = declared_loss(loss).likelihood
-    return record(model, layers, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
+    return record(model, weights, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
 
 
 class Restless(nn.Module):
@@ -90,7 +92,7 @@ def test_forward_statistics_alone_need_no_backward_pass():
             return Stuck.apply(self.layer(x))
 
     x = torch.randn(4, 3)
-    assert measure(Model(), x, errors=False)["layer"].delta is None
+    assert measure(Model(), x, errors=set())["layer"].delta is None
     with pytest.raises(AssertionError, match="backward pass"):
         measure(Model(), x)
 

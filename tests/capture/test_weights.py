@@ -222,7 +222,9 @@ def test_an_unrolled_cell_is_two_linear_layers(cell):
     written_out = Unrolled(copy.deepcopy(cell), written_out=True)
     optimizer = assert_one_path(Unrolled(copy.deepcopy(cell), written_out=False), written_out, x, y, lr=0.02)
     layers = optimizer._whitening.layers.items()
-    assert {"cell.ih", "cell.hh", "head"} == {name for name, layer in layers if layer.forward.refreshed_at is not None}
+    assert {"cell.weight_ih", "cell.weight_hh", "head"} == {
+        name for name, layer in layers if layer.forward.refreshed_at is not None
+    }
 
 
 def test_recurrent_layers_follow_the_fallback_rule():

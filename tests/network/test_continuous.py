@@ -71,7 +71,7 @@ def test_the_mean_and_the_moment_are_those_of_the_mixture():
     old = input_moments(randn(30, 8))
     new = input_moments(z)
     mu = 0.3
-    V, c = centred_rows(z, old.mean, mu)
+    V, c = centred_rows((z - new.mean) / len(z) ** 0.5, new.mean, old.mean, mu)
     merged = Moments(1 - mu, old.mean, old.second * (1 - mu)).merge(Moments(mu, new.mean, new.second * mu))
     assert_close(c, merged.mean, 1e-12)
     assert_close((1 - mu) * old.second + mu * V.T @ V, merged.second, 1e-12)
@@ -188,7 +188,7 @@ def test_optimizer_state_is_transformed_as_by_an_exact_change(rule):
         b = b**2
     U = root(spd(8))
     c = randn(8)
-    V, c_new = centred_rows(randn(4, 8, seed=3), c, 0.3)
+    V, c_new = centred_rows(randn(4, 8, seed=3), randn(8, seed=4), c, 0.3)
     T = near_identity(V @ U.T, 0.3)
     s = U @ (c_new - c)
     R = root(spd(5))

@@ -61,7 +61,8 @@ def test_a_step_of_the_network_is_the_dense_formula_on_both_sides():
     R = model[0].R.clone()
     p = model(x[20:]).softmax(dim=-1).detach()
     assert rewhitening.step(x[20:]) == []
-    V, c_new = centred_rows(x[20:], c, 0.6)
+    mean = x[20:].mean(0)
+    V, c_new = centred_rows((x[20:] - mean) / 20**0.5, mean, c, 0.6)
     S = 0.4 * torch.linalg.inv(U.T @ U) + 0.6 * (
         V.T @ V + 0.1 * torch.eye(6, dtype=torch.float64)
     )  # at this rate every step damps all coordinates

@@ -9,6 +9,7 @@ from torch import nn
 
 import bprong
 from bprong.capture.measure import record
+from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, classification, layers_of, mlp
 
@@ -16,9 +17,10 @@ NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
 
 def moments_of(model, x, loss="cross_entropy"):
-    layers = {name: (m, True) for name, m in model.named_modules() if isinstance(m, (nn.Linear, bprong.WhitenedLinear))}
+    kinds = (nn.Linear, bprong.WhitenedLinear)
+    weights = {weight_matrix_of(name, m): True for name, m in model.named_modules() if isinstance(m, kinds)}
     likelihood = declared_loss(loss).likelihood
-    return record(model, layers, x, None, likelihood=likelihood, fisher="exact", errors=True, seed=0)
+    return record(model, weights, x, None, likelihood=likelihood, fisher="exact", seed=0)
 
 
 def test_without_damping_z_and_delta_are_white():

@@ -134,8 +134,8 @@ def test_arguments_that_are_the_default_do_not_change_the_path(usual):
 def test_every_option_and_argument_was_tried():
     named = {name for changes in (CHANGES, OPTIONS) for each in changes for name in each}
     known = {field.name for field in dataclasses.fields(Options)} | set(inspect.signature(bprong.BPRONG).parameters)
-    # Here, in test_contract.py, in test_schedule.py and in tests/faults/test_output.py
-    elsewhere = {"model", "params", "options", "overhead", "nesterov", "output", "step", "power"}
+    # Here, in test_contract.py, test_schedule.py, tests/faults/test_output.py and tests/distributed
+    elsewhere = {"model", "params", "options", "overhead", "nesterov", "output", "step", "power", "sharded"}
     assert named == known - elsewhere
 
 

@@ -5,8 +5,8 @@ Also which rows of a call belong to targets that count, and whether the recorded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal, cast
 
@@ -83,13 +83,10 @@ def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callabl
     if not output.edges:
         raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
     last = _last_of([edge.node for edge in output.edges], by_node.keys())
+    asked = [call for node, own in by_node.items() if node in last for call in own]
     with ExitStack() as hooks:
-        asked = []
-        for node, own in by_node.items():
-            if node in last:
-                asked += own
-            else:
-                hooks.callback(node.register_prehook(partial(_pass_on, own, take)).remove)
+        for node in by_node.keys() - last:
+            hooks.callback(node.register_prehook(partial(_pass_on, by_node[node], take)).remove)
         deltas = output.gradients(root, [cast(GradientEdge, call.edge) for call in asked])
     for call, delta in zip(asked, deltas, strict=True):
         if delta is not None:
@@ -99,7 +96,7 @@ def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callabl
 def _pass_on(calls: Sequence[Call], take: Callable[[Call, Tensor], None], gradients: Sequence[Tensor | None]) -> None:
     """A hook that is called before an operation is differentiated, with the gradients of its results."""
     for call in calls:
-        delta = None if call.edge is None else gradients[call.edge.output_nr]
+        delta = gradients[cast(GradientEdge, call.edge).output_nr]
         if delta is not None:
             take(call, delta)
 
@@ -173,13 +170,17 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
     not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
     convolution transposed. The recorded calls then tell only a part of what the weight does.
     """
-    checked = [call for call in calls if call.weight.weight.requires_grad and not call.weight.computed]
-    edges = {call: call.edge for call in checked if call.edge is not None}
+    trained = [call for call in calls if call.weight.weight.requires_grad and not call.weight.computed]
+    edges = {call: call.edge for call in trained if call.edge is not None}
     if not edges or not output.edges:
         return set()
     weights = list({call.weight: None for call in edges})
     wanted = [*(get_gradient_edge(weight.weight) for weight in weights), *edges.values()]
-    with _without_hooks([weight.weight for weight in weights]):
+    with ExitStack() as stack:
+        # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
+        for hooks in filter(None, (weight.weight._backward_hooks for weight in weights)):
+            stack.callback(hooks.update, dict(hooks))
+            hooks.clear()
         found = output.gradients(_normal(output.values), wanted)
     deltas = [(call, delta) for call, delta in zip(edges, found[len(weights) :], strict=True) if delta is not None]
     return {
@@ -189,19 +190,6 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
             weight, gradient, sum(_product(call, delta) for call, delta in deltas if call.weight is weight)
         )
     }
-
-
-@contextmanager
-def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights."""
-    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
-    try:
-        for own, _ in hooks:
-            own.clear()
-        yield
-    finally:
-        for own, kept in hooks:
-            own.update(kept)
 
 
 def _explained(weight: WeightMatrix, gradient: Tensor | None, product: Tensor | int) -> bool:

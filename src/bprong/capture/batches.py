@@ -113,17 +113,17 @@ def examples(x: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)
 
 
-def copied(batch: Any, subset: Subset, dtype: torch.dtype, *, several: bool = False) -> Any:
+def copied(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
     """A copy of a subset of the examples of a batch, in which low precision is converted to `dtype`.
 
-    Tensors of another length than the batch are not examples and are copied whole, unless `several` rows may belong to
-    one example. Inputs in half precision come from autocast, which is off when a batch is measured. The graph of inputs
-    that were computed from parameters, e.g. of the state of a recurrent network, may be gone, and is left out.
+    Tensors of another length than the batch are not examples and are copied whole. Inputs in half precision come from
+    autocast, which is off when a batch is measured. The graph of inputs that were computed from parameters, e.g. of the
+    state of a recurrent network, may be gone, and is left out.
     """
 
     def copy(leaf: Tensor) -> Tensor:
         own = leaf.detach()
-        part = subset.rows(own) if subset.divides(own) and (several or len(own) == subset.whole) else own
+        part = subset.rows(own) if subset.divides(own) and len(own) == subset.whole else own
         part = part.to(dtype) if own.dtype in (torch.bfloat16, torch.float16) else part
         return (part.clone() if part is own else part).requires_grad_(leaf.requires_grad)
 

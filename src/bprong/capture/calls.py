@@ -26,9 +26,10 @@ from torch.utils import checkpoint
 from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
+from bprong.likelihood.loss import KINDS
 from bprong.linalg.moments import Sums, block_rows
 
-FARTHEST = 20  # operations between a parameter and a weight that is computed from it
+COMPUTATION = 20  # operations, at most, between a parameter and a weight that is computed from it
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
 FEWEST_ROWS = 128  # that are copied at once nevertheless
 
@@ -85,8 +86,7 @@ class Call:
         """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory: (which rows, chunk)."""
         blocks = self.weight.inputs
         if self.geometry is not None:
-            most = _rows_at_once(blocks.groups * blocks.features)
-            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, most)
+            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
         else:
             rows = self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features)
             chunks = torch.split(rows, _rows_at_once(rows[0].numel()))
@@ -95,20 +95,17 @@ class Call:
             yield slice(start, start + len(chunk)), chunk
             start += len(chunk)
 
-    def counted_inputs(self, counted: Tensor | None = None) -> Iterator[Tensor]:
-        """The rows of z that count, in chunks; counted: (rows,) mask, None: all but the ignored ones."""
+    def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
+        """Adds the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
         if self.ignored is not None:
             counted = ~self.ignored if counted is None else counted & ~self.ignored
-        return filter(len, (chunk if counted is None else chunk[counted[rows]] for rows, chunk in self.inputs()))
-
-    def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
-        """Adds the rows of z that count to the sums behind c and Ž."""
-        blocks = self.weight.inputs
-        for rows in self.counted_inputs(counted):
+        expected = self.rows if counted is None else int(counted.sum())
+        for rows, chunk in self.inputs():
+            own = chunk if counted is None else chunk[counted[rows]]
             if self.weight.one_hot:
-                sums.count(rows, blocks.count)
-            else:
-                sums.add(block_rows(rows, blocks), self.rows if counted is None else int(counted.sum()))
+                sums.count(own, self.weight.inputs.count)
+            elif len(own):
+                sums.add(block_rows(own, self.weight.inputs), expected)
 
 
 def _rows_at_once(features: int) -> int:
@@ -148,7 +145,9 @@ class Calls(list[Call]):
         """
         parameter: Any = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
         if id(parameter) not in self.weights and isinstance(tensor, Tensor):
-            return [(own, 0) for p in _sources(tensor) for own, _ in self.weights.get(id(p), ()) if own.computed]
+            sources = nodes_behind(tensor, lambda node: hasattr(node, "variable"), COMPUTATION)
+            known = [own for node in sources for own, _ in self.weights.get(id(node.variable), ()) if own.computed]
+            return [(own, 0) for own in known if own.weight.shape == tensor.shape]
         found = [
             (weight, (given.storage_offset() - tensor.storage_offset()) // tensor.stride(0), len(given))
             for weight, given in self.weights.get(id(parameter), ())
@@ -203,7 +202,10 @@ class Replacements:
             self._active += 1
             if self._active == 1:
                 for place, name, stand_in in self._find():
-                    replace_attribute(self._stack, place, name, stand_in)
+                    own = vars(place)  # an attribute that is not there is found by __getattr__, and must not stay there
+                    restore = (setattr, place, name, own[name]) if name in own else (delattr, place, name)
+                    self._stack.callback(*restore)
+                    setattr(place, name, stand_in)
         try:
             yield
         finally:
@@ -213,7 +215,7 @@ class Replacements:
                     self._stack.close()
 
 
-_ACTIVE: list[Calls] = []  # the contexts that the stand-ins serve
+_ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids
 
 
 @contextmanager
@@ -237,21 +239,10 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
             else:
                 hook = partial(_record_module, calls, weight)
                 stack.callback(weight.module.register_forward_hook(hook, with_kwargs=True).remove)
-        _ACTIVE.append(calls)
-        stack.callback(_stop, calls)
+        _ACTIVE[id(calls)] = calls
+        stack.callback(_ACTIVE.pop, id(calls))
         stack.enter_context(_STAND_INS.active())
         yield calls
-
-
-def _stop(calls: Calls) -> None:
-    _ACTIVE[:] = [other for other in _ACTIVE if other is not calls]
-
-
-def replace_attribute(stack: ExitStack, place: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module or class until the stack is closed."""
-    is_own = name in vars(place)  # if not, it is looked up by __getattr__ and must not be set afterwards
-    stack.callback(*((setattr, place, name, vars(place)[name]) if is_own else (delattr, place, name)))
-    setattr(place, name, value)
 
 
 def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
@@ -267,18 +258,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What to replace: the place, the name and the stand-in of each of torch's functions that use a weight."""
     # In eval mode without gradients attention is one fused function, which shows none of its projections.
     yield torch.backends.mha, "get_fastpath_enabled", lambda: False
-    for name, describe in DESCRIPTIONS.items():
-        yield F, name, _bound(_recorded, getattr(F, name), describe)
-        if describe is _convolution:
-            yield torch, name, _bound(_recorded, getattr(torch, name), describe)
-    for place, name in PRODUCTS:
-        yield place, name, _by_hand(getattr(place, name))
-    for name, formula in CELLS.items():
-        yield torch._VF, name, _bound(_cell, getattr(torch._VF, name), formula)
-    for name in LOSSES:
-        yield F, name, _bound(_loss, getattr(F, name))
-    yield Tensor, "retain_grad", _retain_grad
-    yield checkpoint.CheckpointFunction, "apply", _bound(_reentrant, checkpoint.CheckpointFunction.apply)
+    for place, name, stand_in, *details in FUNCTIONS:
+        yield place, name, _bound(stand_in, getattr(place, name), *details)
 
 
 _STAND_INS = Replacements(_stand_ins)
@@ -286,9 +267,8 @@ _STAND_INS = Replacements(_stand_ins)
 
 def _active() -> list[Calls]:
     """The contexts of this thread; none while torch.compile traces."""
-    if torch.compiler.is_compiling():
-        return []
-    return [calls for calls in _ACTIVE if calls.thread == threading.get_ident()]
+    contexts = [] if torch.compiler.is_compiling() else list(_ACTIVE.values())
+    return [calls for calls in contexts if calls.thread == threading.get_ident()]
 
 
 def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -305,15 +285,16 @@ def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any,
     return a
 
 
-def _sources(tensor: Tensor) -> Iterator[Tensor]:
-    """The parameters of its shape that a tensor was computed from in a few operations."""
-    nodes = [tensor.grad_fn]
+def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) -> list[Any]:
+    """Those of the wanted operations that a value was computed by; the search ends after so many operations."""
+    nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
+    found = []
     for node in nodes:  # which grows meanwhile
-        parameter = getattr(node, "variable", None)
-        if parameter is not None and parameter.shape == tensor.shape:
-            yield parameter
-        if node is not None and len(nodes) < FARTHEST:
-            nodes += [following for following, _ in node.next_functions if following not in nodes]
+        if wanted(node):
+            found.append(node)
+        elif len(nodes) < farthest:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return found
 
 
 def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
@@ -324,16 +305,12 @@ def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any
     return {"columns": slice(first, first + own.outputs.features)}
 
 
-def _by_hand(function: Any) -> Callable[..., Any]:
+def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
-
-    def product(*args: Any, **kwargs: Any) -> Any:
-        W = args[-1] if args and not kwargs else None
-        if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
-            return function(*args, **kwargs)
-        return _recorded(lambda *_: function(*args), _product, args[-2], W.T)
-
-    return product
+    W = args[-1] if args and not kwargs else None
+    if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
+        return function(*args, **kwargs)
+    return _recorded(lambda *_: function(*args), _product, args[-2], W.T)
 
 
 _product = partial(_linear)
@@ -361,27 +338,16 @@ def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_h
     return formula(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
 
 
-def _loss(function: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss function; its input and its targets are recorded."""
+def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+    """Call one of torch's functions, and note its name and its arguments in the active contexts."""
     for calls in _active():
-        if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
-            calls.losses.append((function.__name__, input, target))
-    return function(input, target, *args, **kwargs)
+        note(calls, function.__name__, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
-_RETAIN_GRAD = Tensor.retain_grad
-
-
-def _retain_grad(tensor: Tensor) -> None:
-    for calls in _active():
-        calls.retained.append(weakref.ref(tensor))
-    _RETAIN_GRAD(tensor)
-
-
-def _reentrant(apply: Any, *args: Any) -> Any:
-    for calls in _active():
-        calls.opaque = True
-    return apply(*args)
+def _note_loss(calls: Calls, name: str, input: Any, target: Any, *_: Any, **__: Any) -> None:
+    if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
+        calls.losses.append((name, input, target))
 
 
 def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
@@ -389,12 +355,14 @@ def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, k
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
 
 
-DESCRIPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "linear": _linear,
-    "embedding": _embedding,
-    "conv1d": _convolution,
-    "conv2d": _convolution,
-    "conv3d": _convolution,
-}
-PRODUCTS = ((torch, "addmm"), (torch, "matmul"), (Tensor, "matmul"), (Tensor, "__matmul__"))
-LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss")
+FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that takes besides the function
+    (F, "linear", _recorded, _linear),
+    (F, "embedding", _recorded, _embedding),
+    *((place, f"conv{n}d", _recorded, _convolution) for place in (F, torch) for n in (1, 2, 3)),
+    *((torch, name, _by_hand) for name in ("addmm", "matmul")),
+    *((Tensor, name, _by_hand) for name in ("matmul", "__matmul__")),
+    *((torch._VF, name, _cell, formula) for name, formula in CELLS.items()),
+    *((F, kind.function.__name__, _noted, _note_loss) for kind in KINDS.values()),
+    (Tensor, "retain_grad", _noted, lambda calls, _, tensor: calls.retained.append(weakref.ref(tensor))),
+    (checkpoint.CheckpointFunction, "apply", _noted, lambda calls, *_: setattr(calls, "opaque", True)),
+]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from bprong.capture.weights import Limits, WeightMatrix, covered_weights
+from bprong.capture.weights import WeightMatrix, covered_weights
 from bprong.checks import integer
-from bprong.linalg.blocks import MAX_DIM
+from bprong.linalg.blocks import MAX_DIM, Limits
 
 FALLBACK = "fallback: Adam"
 
@@ -151,14 +151,14 @@ def _reason(parameter: Tensor, holders: Mapping[str, nn.Module], covered: bool) 
     """holders: the modules that hold a parameter, by the name that it has there"""
     if len(holders) != 1:
         return f"tied: {', '.join(holders)}" if holders else "not the model's"
-    (module,) = holders.values()
-    if type(module) is nn.Embedding and not covered:
-        return "in an Embedding with scale_grad_by_freq or sparse=True"
-    if parameter.is_complex():
-        return "complex"
-    if covered:
-        return f"in a {type(module).__name__} that the optimizer was not built with"
-    return f"in {type(module).__name__}"
+    (kind,) = map(type, holders.values())
+    reasons = {
+        "in an Embedding with scale_grad_by_freq or sparse=True": kind is nn.Embedding and not covered,
+        "complex": parameter.is_complex(),
+        f"in a {kind.__name__} that the optimizer was not built with": covered,
+        f"in {kind.__name__}": True,
+    }
+    return next(reason for reason, holds in reasons.items() if holds)
 
 
 def table(header: list[str], rows: list[list[str]], left: Collection[int] = ()) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -19,11 +19,9 @@ from bprong.capture.backprop import Fisher, nonzero_rows, of_targets, roots_of, 
 from bprong.capture.calls import Call, Calls
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import recorded_run
-from bprong.capture.weights import WeightMatrix, weight_matrix_of
+from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import Likelihood
-from bprong.linalg.moments import Moments, Sums, block_rows
-
-Chosen = bool | Set[str]  # all layers, none, or those named
+from bprong.linalg.moments import Moments, Sums
 
 
 @dataclass
@@ -36,8 +34,6 @@ class LayerMoments:
     probe:        the input of its last call in a pass of our own, on which outputs of the layer can be compared
     unexplained:  whether its weight is also used in ways that were not recorded
     targets:      the number of targets whose errors were measured, whether they reached the layer or not
-    z_rows, delta_rows:
-                  for continuous whitening, the rows themselves instead of moments
     """
 
     z: Moments | None = None
@@ -46,8 +42,6 @@ class LayerMoments:
     empty: bool = False
     probe: Tensor | None = None
     unexplained: bool = False
-    z_rows: list[Tensor] = field(default_factory=list)
-    delta_rows: list[Tensor] = field(default_factory=list)
     targets: int = 0
 
 
@@ -65,8 +59,6 @@ def merged(parts: Sequence[LayerMoments]) -> LayerMoments:
         called=any(part.called for part in parts),
         empty=any(part.empty for part in parts),
         unexplained=any(part.unexplained for part in parts),
-        z_rows=[rows for part in parts for rows in part.z_rows],
-        delta_rows=[rows for part in parts for rows in part.delta_rows],
         targets=sum(part.targets for part in parts),
     )
 
@@ -88,14 +80,14 @@ def _together(found: Iterable[Moments | None]) -> Moments | None:
 
 def record(
     model: nn.Module,
-    layers: Mapping[str, tuple[WeightMatrix | nn.Module, bool]],
+    weights: Mapping[WeightMatrix, bool],
     x: Any,
     y: Tensor | None,
     *,
     likelihood: Likelihood | None,
     fisher: Fisher,
-    inputs: Chosen = True,
-    errors: Chosen = True,
+    inputs: Set[str] | None = None,
+    errors: Set[str] | None = None,
     rows: bool = False,
     counted: Tensor | None = None,
     class_dim: int | None = None,
@@ -103,16 +95,18 @@ def record(
     head: Head | None = None,
     seed: int,
 ) -> dict[str, LayerMoments]:
-    """Run `model` on x and measure the layers, given by name with whether their z is centred.
+    """Run `model` on x and measure the layers of some weights, given with whether their z is centred.
 
+    inputs, errors: of which layers to measure z, and δ, by name; None: of all
     class_dim:  see `output.laid_out`
     head:       finds the output; for the other arguments see `measure`
     """
-    weights = [weight_matrix_of(name, layer) for name, (layer, _) in layers.items()]
+    centred = {weight.name: centre for weight, centre in weights.items()}
+    errors = centred.keys() if errors is None else errors
     with recorded_run(model, weights, x, seed, bool(errors) or counted is not None or verify, head) as (parts, calls):
         measured = measure(
-            {name: centre for name, (_, centre) in layers.items()}, Output.of(parts, class_dim), calls, y,
-            likelihood=likelihood, fisher=fisher, inputs=inputs, errors=errors, rows=rows, counted=counted,
+            centred, Output.of(parts, class_dim), calls, y, likelihood=likelihood, fisher=fisher,
+            inputs=centred.keys() if inputs is None else inputs, errors=errors, rows=rows, counted=counted,
             verify=verify,
         )  # fmt: skip
         for call in calls:
@@ -122,7 +116,7 @@ def record(
 
 def measure(
     centred: Mapping[str, bool], output: Output, calls: Calls, y: Tensor | None, *,
-    likelihood: Likelihood | None, fisher: Fisher, inputs: Chosen, errors: Chosen, rows: bool = False,
+    likelihood: Likelihood | None, fisher: Fisher, inputs: Set[str], errors: Set[str], rows: bool = False,
     counted: Tensor | None = None, verify: bool = False,
 ) -> dict[str, LayerMoments]:  # fmt: skip
     """The moments of recorded calls that led to an output.
@@ -130,14 +124,13 @@ def measure(
     centred:     the layers to measure, by name, and whether their z is centred
     y:           the targets of the data, used by fisher="empirical" only
     likelihood:  None: measure inputs only
-    inputs, errors: of which layers to measure z, and δ; inputs alone need no backward pass
-    rows:        keep the rows themselves instead of their moments
+    inputs, errors: of which layers to measure z, and δ, by name; inputs alone need no backward pass
+    rows:        keep the rows themselves in the moments
     counted:     which targets the loss counts, without the output's last dimension; None: all
     verify:      find out whether all uses of the layers' weights are recorded
     """
-    measured = {name: LayerMoments(empty=name in calls.empty) for name in centred}
-    for call in calls:
-        measured[call.weight.name].called = True
+    called = {call.weight.name for call in calls}
+    measured = {name: LayerMoments(called=name in called, empty=name in calls.empty) for name in centred}
     values = output.values
     if likelihood is not None:
         likelihood.check(values)
@@ -150,16 +143,20 @@ def measure(
         if counted is not None:
             roots = map(partial(of_targets, counted=counted), roots)
             targets = int(counted.sum())
-        chosen = [call for call in calls if _is_chosen(call.weight.name, errors)]
+        chosen = [call for call in calls if call.weight.name in errors]
         masked = {call for call in chosen if counted is not None or call.is_sequence}
         reached = _add_errors(measured, output, chosen, roots, targets, rows, masked)
-        for name in filter(partial(_is_chosen, chosen=errors), measured):
+        for name in errors & measured.keys():
             measured[name].targets = targets
-    if counted is None:
-        counted_rows = _without_padding(calls, reached)
-    else:
-        counted_rows = rows_that_count(output, calls, counted, reached)
-    _add_inputs(measured, [call for call in calls if _is_chosen(call.weight.name, inputs)], centred, counted_rows, rows)
+    counted_rows = (
+        _without_padding(calls, reached) if counted is None else rows_that_count(output, calls, counted, reached)
+    )
+    sums = {name: Sums(centre, rows) for name, centre in centred.items()}
+    for call in calls:
+        if call.weight.name in inputs:
+            call.add_inputs(sums[call.weight.name], counted_rows.get(call))
+    for name, own in sums.items():
+        measured[name].z = own.moments() if own.rows else None
     for name in unexplained(output, calls) if verify else ():
         measured[name].unexplained = True
     return measured
@@ -170,40 +167,19 @@ def _add_errors(
     keep_rows: bool, masked: Set[Call],
 ) -> dict[Call, Tensor]:  # fmt: skip
     """Measures δ; returns for some of the calls masks (rows,) of the rows that errors came back to."""
-    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False))
+    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False, keep_rows=keep_rows))
     reached: dict[Call, Tensor] = {}
 
     def take(call: Call, delta: Tensor) -> None:
         if call in masked:
             reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
-        if keep_rows:
-            rows = block_rows(call.errors(delta.detach()), call.weight.outputs)
-            measured[call.weight.name].delta_rows.append(rows)
-        else:
-            call.add_errors(delta, sums[call.weight.name])
+        call.add_errors(delta, sums[call.weight.name])
 
     for root in roots:
         send_back(output, calls, root, take)
     for name, own in sums.items():
         measured[name].delta = own.moments(float(targets))
     return reached
-
-
-def _add_inputs(
-    measured: Mapping[str, LayerMoments], calls: Iterable[Call], centred: Mapping[str, bool],
-    counted: Mapping[Call, Tensor], keep_rows: bool,
-) -> None:  # fmt: skip
-    """Measures z of the rows that count, by call."""
-    sums = {name: Sums(centre) for name, centre in centred.items()}
-    for call in calls:
-        blocks = call.weight.inputs
-        if keep_rows:
-            found = (block_rows(z, blocks) for z in call.counted_inputs(counted.get(call)))
-            measured[call.weight.name].z_rows += found
-        else:
-            call.add_inputs(sums[call.weight.name], counted.get(call))
-    for name, own in sums.items():
-        measured[name].z = own.moments() if own.rows else None
 
 
 def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> dict[Call, Tensor]:
@@ -216,10 +192,6 @@ def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> d
         if call.is_sequence:
             used[call.shape[:-1]] = own | used.get(call.shape[:-1], False)
     return {call: used[call.shape[:-1]] for call in calls if call.is_sequence and call.shape[:-1] in used}
-
-
-def _is_chosen(name: str, chosen: Chosen) -> bool:
-    return chosen if isinstance(chosen, bool) else name in chosen
 
 
 # Which layers were reached --------------------------------------------------------------------------------------------
@@ -239,4 +211,4 @@ def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
 
 def without_errors(measured: Mapping[str, LayerMoments]) -> list[str]:
     """The names of the layers that were called and that no error came back to."""
-    return [name for name, m in measured.items() if m.called and m.delta is None and not m.delta_rows]
+    return [name for name, m in measured.items() if m.called and m.delta is None]

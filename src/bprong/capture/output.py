@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.capture.calls import Calls
+from bprong.capture.calls import Calls, nodes_behind
 
 Key = str | int | Callable[[Any], Any]
 
-FARTHEST = 200  # operations between an output and its loss
+TO_THE_LOSS = 200  # operations, at most, between an output and its loss
 
 
 @dataclass
@@ -46,7 +46,8 @@ class Head:
         """
         losses = [] if calls is None or self.key is not None else self._losses(calls)
         if losses and self.inside is None and torch.is_grad_enabled():
-            self.inside = not _depends_on(losses[0][0], _chosen(returned, None))
+            node = getattr(_chosen(returned, None), "grad_fn", None)
+            self.inside = node is None or not nodes_behind(losses[0][0], lambda one: one is node, TO_THE_LOSS)
         if losses and self.inside is not False:
             return [f for f, _ in losses], (torch.cat([y for _, y in losses]),)
         found = _chosen(returned, self.key)
@@ -54,8 +55,9 @@ class Head:
         for part in parts:
             if not isinstance(part, Tensor) or part.ndim == 0:
                 what = "a number" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-                advice = _advice(returned)
-                raise TypeError(f"the loss must be computed from a tensor that the model returns, not {what}. {advice}")
+                raise TypeError(
+                    f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
+                )
         return parts, ()
 
     def _losses(self, calls: Calls) -> list[tuple[Tensor, Tensor]]:
@@ -67,8 +69,6 @@ class Head:
 
 def _chosen(returned: Any, key: Key | None) -> Any:
     match returned:
-        case Tensor() if key is None:
-            return returned
         case object(logits=found) | {"logits": found} | [found, *_] if key is None:
             return found
         case _ if key is None:
@@ -86,23 +86,6 @@ def _advice(returned: Any) -> str:
     names = sorted(map(str, returned)) if isinstance(returned, Mapping) else []
     has = f"The model returns {', '.join(names)}. " if names else ""
     return f"{has}Name it with output=: a key, an index, or a function of what the model returns"
-
-
-def _depends_on(value: Tensor, tensor: Any) -> bool:
-    node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-    return node is not None and bool(nodes_behind(value, lambda one: one is node))
-
-
-def nodes_behind(value: Tensor, wanted: Callable[[Node], bool]) -> list[Node]:
-    """Those of the wanted operations that a value was computed by; the search ends if they are far away."""
-    nodes = [] if value.grad_fn is None else [value.grad_fn]
-    found = []
-    for node in nodes:  # which grows meanwhile
-        if wanted(node):
-            found.append(node)
-        elif len(nodes) < FARTHEST:
-            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-    return found
 
 
 @dataclass(frozen=True)
@@ -132,15 +115,12 @@ class Output:
     def gradients(self, root: Tensor, wanted: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
         """Propagates a gradient at the values back; None: it does not reach there. The graph remains usable."""
         split = torch.split(root, [len(part) for part in self.parts])
-        roots = [_moved_back(own, part, self.class_dim) for own, part in zip(split, self.parts, strict=True)]
+        dim = -1 if self.class_dim is None else self.class_dim
+        roots = [
+            own.reshape(part.movedim(dim, -1).shape).movedim(-1, dim).to(part.dtype)
+            for own, part in zip(split, self.parts, strict=True)
+        ]
         return torch.autograd.grad(self.edges, wanted, roots, retain_graph=True, allow_unused=True)
-
-
-def _moved_back(root: Tensor, like: Tensor, class_dim: int | None) -> Tensor:
-    """What was laid out, in the shape and precision of the output."""
-    if class_dim is None:
-        return root.reshape(like.shape).to(like.dtype)
-    return root.reshape(like.movedim(class_dim, -1).shape).movedim(-1, class_dim).to(like.dtype)
 
 
 def laid_out(parts: Sequence[Tensor], class_dim: int | None) -> Tensor:

@@ -55,7 +55,8 @@ def own_pass() -> Iterator[None]:
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Entering a context takes longer than finding out whether it is needed."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 @contextmanager
@@ -111,14 +112,11 @@ def _call(model: nn.Module, x: Any) -> Any:
 def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Use separate random numbers, and restore the state of all modules afterwards."""
     seen: set[int] = set()
-    restore: list[Callable[[], object]] = []
-    for hooks in _GLOBAL_HOOKS:
-        restore += _restorers(hooks, seen)
+    restore = [function for hooks in _GLOBAL_HOOKS for function in _restorers(hooks, seen)]
     for module in model.modules():
         if not getattr(module, "buffers_are_constant", False):
             kept = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
-            restore += [*_restorers(kept, seen), *_restorers(module._buffers, seen)]
-            restore.append(_restorer_of_attributes(module, kept))
+            restore += [*_restorers(kept, seen), partial(_restore_attributes, vars(module), kept)]
     with random_numbers(model, seed):
         try:
             for hooks, key, _ in list(_users_hooks(model)):
@@ -141,8 +139,7 @@ def _users_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Callab
     everywhere = [d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)]
     for hooks in (*_GLOBAL_HOOKS, *everywhere):
         for key, hook in hooks.items():
-            function = getattr(hook, "func", hook)
-            if not getattr(function, "__module__", "").startswith(("torch.", "bprong.")):
+            if not getattr(getattr(hook, "func", hook), "__module__", "").startswith(("torch.", "bprong.")):
                 yield hooks, key, hook
 
 
@@ -167,55 +164,36 @@ def _noted(key: int, hook: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def _restorer_of_attributes(module: nn.Module, kept: Mapping[str, Any]) -> Callable[[], object]:
-    def restore() -> None:
-        own = vars(module)
-        for name in own.keys() - kept.keys() - {"_parameters", "_modules"}:
-            del own[name]
-        own.update(kept)
-
-    return restore
+def _restore_attributes(own: dict[str, Any], kept: Mapping[str, Any]) -> None:
+    """Unlike `_refill` it never removes an attribute that another thread may need."""
+    for name in own.keys() - kept.keys() - {"_parameters", "_modules"}:
+        del own[name]
+    own.update(kept)
 
 
 def _restorers(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
     """Functions that give a value back its present contents: a tensor, a container, or a random number generator."""
-    if id(value) in seen:
+    if id(value) in seen or isinstance(value, nn.Parameter):
         return
     seen.add(id(value))
     match value:
-        case nn.Parameter():
-            return
         case Tensor():
-            saved = value.clone()
-            yield lambda: value.copy_(saved)
-        case dict():
-            contents = dict(value)
-            yield partial(_refill, value, value.update, contents)
-            for item in contents.values():
+            yield partial(value.copy_, value.clone())
+        case dict() | list() | deque() | set():
+            contents = dict(value) if isinstance(value, dict) else list(value)
+            yield partial(_refill, value, contents)
+            for item in contents.values() if isinstance(contents, dict) else contents:
                 yield from _restorers(item, seen)
-        case list() | deque():
-            items = list(value)
-            yield partial(_refill, value, value.extend, items)
-            for item in items:
-                yield from _restorers(item, seen)
-        case set():
-            members = set(value)
-            yield partial(_refill, value, value.update, members)
-        case torch.Generator():
-            state = value.get_state()
-            yield lambda: value.set_state(state)
+        case torch.Generator() | np.random.RandomState():
+            yield partial(value.set_state, value.get_state())  # type: ignore[arg-type]
         case random.Random():
-            numbers = value.getstate()
-            yield lambda: value.setstate(numbers)
+            yield partial(value.setstate, value.getstate())
         case np.random.Generator():
-            bits = value.bit_generator.state
-            yield lambda: setattr(value.bit_generator, "state", bits)
-        case np.random.RandomState():
-            words = value.get_state()
-            yield lambda: value.set_state(words)
+            yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
 
 
-def _refill(container: Any, fill: Callable[[Any], None], contents: Any) -> None:
+def _refill(container: Any, contents: Any) -> None:
+    fill = container.extend if isinstance(container, (list, deque)) else container.update
     container.clear()
     fill(contents)
 
@@ -223,14 +201,11 @@ def _refill(container: Any, fill: Callable[[Any], None], contents: Any) -> None:
 @contextmanager
 def random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
     """Draw random numbers from `seed` on the model's devices; afterwards all generators continue as before."""
-    accelerators = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    numbers = random.getstate()
-    words = np.random.get_state()
     with torch.random.fork_rng(devices=[]), ExitStack() as stack:
-        stack.callback(random.setstate, numbers)
-        stack.callback(np.random.set_state, words)
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         torch.default_generator.manual_seed(seed)
-        for device in accelerators:
+        for device in {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}:
             stack.enter_context(torch.random.fork_rng([device.index or 0], device_type=device.type))
             with device:
                 torch.get_device_module(device.type).manual_seed(seed)

@@ -15,18 +15,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bprong.capture.batches import Batch, OutputGradient, examples
-from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.calls import Calls, nodes_behind, recorded_calls
 from bprong.capture.listener import Listener
 from bprong.capture.measure import LayerMoments, gathered
-from bprong.capture.output import Head, Output, laid_out, nodes_behind
+from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.loss import Loss
@@ -55,7 +55,6 @@ class Pass:
     gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
     number:     which of the results of its operation the output is, if that is where a hook is
     task:       the backward pass that reached it last, and whether that pass added to `.grad`
-    is_gathered: whether its moments were added to those of another call
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -73,7 +72,6 @@ class Pass:
     number: int | None = None
     task: int = -1
     accumulated: bool = False
-    is_gathered: bool = False
 
 
 class Batches:
@@ -110,7 +108,6 @@ class Batches:
         self.unread: str | None = None  # why no output was found in what the model returned
         self._loss_is_inside = True  # until a call shows otherwise
         self.listener = Listener(self)
-        self.listener.attach(self)
 
     def __reduce__(self) -> tuple[type[Batches], tuple[Any, ...]]:
         return Batches, (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
@@ -147,10 +144,9 @@ class Batches:
             calls.append(Batch(Arguments(*arguments)))
         calls = [self._with_loss_inside(call) for call in calls]
         if not self.observed:
-            if all(len(call.given) == 1 for call in calls):
-                return calls
             given = tuple(y for call in calls for y in call.given)  # of several calls before their losses
-            return [replace(call, given=given) for call in calls]
+            each = all(len(call.given) == 1 for call in calls)
+            return calls if each else [replace(call, given=given) for call in calls]
         lefts = [call.left for call in calls] if len(calls) == len(self.observed) else [None] * len(self.observed)
         return [
             replace(batch, left=left if left is not None and len(left.output) == _length(batch) else None)
@@ -183,8 +179,8 @@ class Batches:
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         arguments = Arguments(args, kwargs, autocast)
         begun = Pass(arguments, _versions(arguments), ExitStack())
-        if _is_compiled(self.model):
-            begun.calls = Calls(weights, formulas=False)
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self.model.modules()):
+            begun.calls = Calls(weights, formulas=False)  # they cannot be seen in compiled modules
             begun.calls.opaque = True
         elif weights or self._loss_is_inside:
             begun.calls = begun.recording.enter_context(recorded_calls(weights, formulas=False))
@@ -195,9 +191,8 @@ class Batches:
     def finish(self, begun: Pass, returned: Any) -> None:
         """When the call has returned, or raised an error (None): wait for a backward pass."""
         begun.recording.close()
-        calls = begun.calls
         try:
-            parts, begun.given = ([], ()) if returned is None else self.head.find(returned, calls)
+            parts, begun.given = ([], ()) if returned is None else self.head.find(returned, begun.calls)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self.unread = str(reason)
             return
@@ -205,7 +200,7 @@ class Batches:
             return
         begun.output = Output.of(parts)
         for edge in begun.output.edges:  # for the loss to find the call
-            _metadata(edge.node)[id(self)] = weakref.ref(begun)
+            cast(Any, edge.node).metadata[id(self)] = weakref.ref(begun)
         leaves, structure = tree_flatten(returned)
         if callable(self.head.key) and not all(any(part is leaf for leaf in leaves) for part in parts):
             begun.structure = structure  # the loss is computed from the tensors that the output was made of
@@ -213,10 +208,10 @@ class Batches:
         elif len(parts) == 1:
             begun.number = parts[0].output_nr
             begun.output = replace(begun.output, edges=())
-        triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
         if not any(part.numel() for part in begun.output.parts):
-            calls = None
             begun.calls = None
+        calls = begun.calls
+        triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
         if calls is not None:
             begun.retained = [*calls.retained, *(weakref.ref(t) for t in leaves if isinstance(t, Tensor))]
             self._loss_is_inside = calls.opaque or bool(calls.losses)
@@ -232,27 +227,27 @@ class Batches:
 
     def _needs_own_pass(self, calls: Calls) -> bool:
         """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
-        missing = calls.recorded - {call.weight for call in calls}
-        if all(weight.name in calls.empty for weight in missing):
-            return bool(calls.recorded) and (calls.opaque or _anything_is_compiled())
-        return True
+        seen = {call.weight for call in calls}
+        missing = any(weight not in seen and weight.name not in calls.empty for weight in calls.recorded)
+        return missing or (bool(calls.recorded) and (calls.opaque or _anything_is_compiled()))
 
     def after_loss(self, value: Tensor, y: Tensor) -> None:
         """When the loss module was called: its targets belong to the calls of the model that its value depends on."""
-        for node in nodes_behind(value, lambda node: id(self) in _metadata(node)):
-            begun = _metadata(node)[id(self)]()
+        for node in nodes_behind(value, lambda node: id(self) in node.metadata, TO_THE_LOSS):
+            begun = node.metadata[id(self)]()
             if begun is not None:
                 begun.given = (*begun.given, y.detach())
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, begun: Pass, part: int | None, gradient: Tensor, accumulates: bool) -> None:
+    def arrive(self, begun: Pass, part: int | None, gradient: Tensor) -> None:
         """When the user's backward pass arrives at a part of the output of a call.
 
-        accumulates: whether it adds to `.grad`; otherwise it returns gradients, which may be those of the step if no
-                     other pass adds to `.grad`
+        If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
+        `.grad`.
         """
-        if begun.output is None:  # it was used by an earlier step
+        accumulates = destination(self.model.parameters())
+        if begun.output is None or accumulates is None:  # it was used by an earlier step, or this is not training
             return
         if not accumulates and any(one.accumulated for one in self.reached):
             return  # its gradients are for the user's own use
@@ -301,14 +296,9 @@ class Batches:
 
         If the gradients of one of them are thrown away, so are those of all the others.
         """
-        counting = [
-            one
-            for one in finished
-            if one.measured and not one.is_gathered and self._batch(one).counts(self.loss.likelihood)
-        ]
+        counting = [one for one in finished if one.measured and self._batch(one).counts(self.loss.likelihood)]
         for one, following in pairwise(counting):
             one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
-            one.is_gathered = True
 
     def _batch(self, begun: Pass) -> Batch:
         """A call that a backward pass has reached."""
@@ -319,11 +309,10 @@ class Batches:
 
         Gradients that are not finite belong to a step that was skipped.
         """
-        if begun.output is None or not begun.gradients:
+        parts = () if begun.output is None else begun.output.parts
+        arrivals = len(parts) if begun.structure is None else begun.structure.num_leaves
+        if not parts or len(begun.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
             return None
-        parts = begun.output.parts
-        if len(begun.gradients) < (len(parts) if begun.structure is None else begun.structure.num_leaves):
-            return None  # the backward pass has not arrived everywhere yet
         gradients = [begun.gradients[i] for i in sorted(begun.gradients)]
         if begun.structure is not None:  # what rearranges tensors rearranges their gradients
             gradients, _ = self.head.find(tree_unflatten(gradients, begun.structure))
@@ -336,16 +325,6 @@ class Batches:
         return OutputGradient(laid_out(parts, class_dim), laid_out(gradients, class_dim), class_dim)
 
 
-def _metadata(node: Node) -> dict[int, weakref.ref[Pass]]:
-    """What is noted at an operation: the calls, by their owner, whose output it computed."""
-    return node.metadata  # type: ignore[return-value]  # a property, other than the stubs say
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether calls of the weights of a model, or of some of them, cannot be seen."""
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
-
-
 def _anything_is_compiled() -> bool:
     """Whether torch.compile was ever used in this process."""
     dynamo = sys.modules.get("torch._dynamo")
@@ -355,11 +334,8 @@ def _anything_is_compiled() -> bool:
 def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient: Tensor | None) -> None:
     """A hook on a part of the output. It does nothing within a pass of our own over the same graph."""
     batches = owner()
-    if batches is None or gradient is None or is_own_pass():
-        return
-    accumulates = destination(batches.model.parameters())
-    if accumulates is not None:
-        batches.arrive(begun, part, gradient, accumulates)
+    if batches is not None and gradient is not None and not is_own_pass():
+        batches.arrive(begun, part, gradient)
 
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:
@@ -392,11 +368,10 @@ def destination(parameters: Iterable[Tensor]) -> bool | None:
     [None, False, True]
     """
     returned = False
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
-                    return True
-            except RuntimeError:  # autograd.grad() was asked for this gradient
-                returned = True
+    for parameter in (p for p in parameters if p.requires_grad):
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                return True
+        except RuntimeError:  # autograd.grad() was asked for this gradient
+            returned = True
     return False if returned else None

@@ -21,30 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from bprong.linalg.blocks import MAX_DIM, Blocks, blocks_of
+from bprong.linalg.blocks import Blocks, Limits
 
 COVERED = (
     "these can be: Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention and recurrent cells with real weights "
     "that no other layer shares, and layers that compute the same, if bprong.register is told so. A model converted by "
     "whiten_ is trained by a torch optimizer with Rewhitening"
 )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How sides are split into blocks.
-
-    max_dim:   the largest side whitened as one block
-    channels:  whiten convolutions by their channels only
-    padded:    whether the last of several blocks may be padded
-    """
-
-    max_dim: int = MAX_DIM
-    channels: bool = False
-    padded: bool = True
-
-    def blocks(self, features: int, groups: int = 1, positions: int = 1) -> Blocks:
-        return blocks_of(features, groups, positions, max_dim=self.max_dim, channels=self.channels, padded=self.padded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +123,7 @@ def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = Non
 
 
 def weight_matrix_of(name: str, layer: Any) -> WeightMatrix:
-    """The only weight of a layer: a module of torch's, a whitened layer of the paper's network, or a `WeightMatrix`."""
-    if isinstance(layer, WeightMatrix):
-        return layer
+    """The only weight of a layer: a module of torch's, or a whitened layer of the paper's network."""
     if hasattr(layer, "forward_blocks"):
         return WeightMatrix(
             name, layer.weight_dagger, layer.bias_dagger, layer.forward_blocks, layer.backward_blocks, module=layer
@@ -191,8 +172,7 @@ def _linear(
 
 
 def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
-    features = module.groups * W[0].numel()
-    inputs = limits.blocks(features, module.groups, W[0, 0].numel())
+    inputs = limits.blocks(module.groups * W[0].numel(), module.groups, W[0, 0].numel())
     yield WeightMatrix("", W, b, inputs, limits.blocks(len(W), module.groups))
 
 
@@ -223,14 +203,8 @@ def _attention(module: nn.MultiheadAttention, limits: Limits) -> Iterator[Weight
         rows = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
         packed = module.in_proj_weight is not None
         weight = module.in_proj_weight if packed else getattr(module, f"{letter}_proj_weight")
-        weight_rows = rows if packed else None
-        yield replace(_dense(letter, weight, module.in_proj_bias, limits, weight_rows), bias_rows=rows)
-
-
-def _cell(module: nn.RNNCellBase, limits: Limits) -> Iterator[WeightMatrix]:
-    """The two weights of a recurrent cell: of its input and of its state."""
-    yield _dense("ih", module.weight_ih, module.bias_ih, limits)
-    yield _dense("hh", module.weight_hh, module.bias_hh, limits)
+        own = _dense(letter, weight, module.in_proj_bias, limits, rows if packed else None)
+        yield replace(own, bias_rows=rows)
 
 
 LIKE: dict[type[nn.Module], Callable[..., Iterable[WeightMatrix]]] = {
@@ -246,8 +220,10 @@ _MAKERS: dict[type[nn.Module], Maker] = {
     # the output projection of attention
     NonDynamicallyQuantizableLinear: partial(named, _linear, ["weight"], ["bias"]),
     nn.MultiheadAttention: _attention,
-    nn.RNNCell: _cell,
-    nn.LSTMCell: _cell,
-    nn.GRUCell: _cell,
+    # of their input and of their state
+    **dict.fromkeys(
+        (nn.RNNCell, nn.LSTMCell, nn.GRUCell),
+        partial(named, _linear, ["weight_ih", "weight_hh"], ["bias_ih", "bias_hh"]),
+    ),
 }
 REGISTERED: OrderedDict[int, tuple[type[nn.Module], Maker]] = OrderedDict()  # by handle; the last of a type holds

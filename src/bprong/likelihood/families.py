@@ -246,9 +246,8 @@ class Categorical(Likelihood):
         second, last = (
             _is_zero(gradient.sum(dim=dim), gradient) or _is_zero(output.logsumexp(dim=dim), output) for dim in (1, -1)
         )
-        if second and not last:
-            return 1
-        return -1 if output.ndim > 3 else None
+        otherwise = -1 if output.ndim > 3 else None
+        return 1 if second and not last else otherwise
 
     def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
         shape = output.shape if y.is_floating_point() else output.shape[:-1]

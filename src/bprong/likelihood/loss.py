@@ -71,11 +71,8 @@ class Loss:
     @property
     def options(self) -> dict[str, Any]:
         """The options that are set, read at every use, because the user may change them or move them to a device."""
-        if self.kind is None:
-            return {}
-        known = (
-            self.given if isinstance(self.given, Mapping) else {n: getattr(self.given, n) for n in self.kind.options}
-        )
+        names = () if self.kind is None else self.kind.options
+        known = self.given if isinstance(self.given, Mapping) else {name: getattr(self.given, name) for name in names}
         return {name: option for name, option in known.items() if option is not None}
 
     @property
@@ -91,14 +88,13 @@ class Loss:
     @property
     def functions(self) -> frozenset[str]:
         """The names of torch's functions that may be this loss."""
-        kinds = [kind for kind in _KINDS.values() if kind is self.kind or kind.family is type(self.likelihood)]
+        kinds = [kind for kind in KINDS.values() if kind is self.kind or kind.family is type(self.likelihood)]
         return frozenset(kind.function.__name__ for kind in kinds if self.kind in (None, kind))
 
     def fits(self, output: Tensor) -> bool:
         """Whether the model returns what the loss takes, as far as can be seen."""
-        if self.kind != _KINDS["nll"] or not bool(torch.isfinite(output).all()):
-            return True
-        return float(output.logsumexp(dim=-1).abs().max()) < 0.1
+        known = self.kind == KINDS["nll"] and bool(torch.isfinite(output).all())
+        return not known or float(output.logsumexp(dim=-1).abs().max()) < 0.1
 
     def value(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
         """The loss as the user computes it, of the targets that count; classes are in the output's last dimension.
@@ -137,7 +133,7 @@ class Loss:
             return torch.autograd.grad(self.value(leaf, y, **changed), leaf)[0]
 
 
-_KINDS = {
+KINDS = {
     "cross_entropy": Kind(
         nn.CrossEntropyLoss, F.cross_entropy, Categorical, ("weight", "ignore_index", "reduction", "label_smoothing")
     ),
@@ -162,12 +158,10 @@ def declared_loss(given: Declaration | None) -> Loss:
         return Loss(type(given).__name__, given)
     if isinstance(given, str) and given in _WORDS:
         return Loss(f'"{given}"', _WORDS[given]())
-    function: object = given
-    keywords: dict[str, Any] = {}
-    if isinstance(given, functools.partial) and not given.args:
-        function = given.func
-        keywords = given.keywords
-    for name, kind in _KINDS.items():
+    partial = given if isinstance(given, functools.partial) and not given.args else None
+    function: object = given if partial is None else partial.func
+    keywords = {} if partial is None else partial.keywords
+    for name, kind in KINDS.items():
         if isinstance(given, str) and given in (name, kind.function.__name__):
             return Loss(f'"{given}"', kind.family(), kind, {})
         if isinstance(given, kind.module) and type(given).forward is kind.module.forward:
@@ -179,14 +173,15 @@ def declared_loss(given: Declaration | None) -> Loss:
 
 def _refusal(given: object) -> str:
     shown = repr(given) if isinstance(given, (str, int, float)) else getattr(given, "__name__", type(given).__name__)
-    advice = ""
-    if isinstance(given, nn.BCELoss) or given is F.binary_cross_entropy:
-        advice = " Remove the sigmoid at the end of the model and use nn.BCEWithLogitsLoss."
-    elif isinstance(given, (int, float)):
-        advice = " The learning rate comes after the loss, as lr=."
-    elif isinstance(given, type):
-        advice = f" Give an instance: {shown}()."
+    advice = {
+        " Remove the sigmoid at the end of the model and use nn.BCEWithLogitsLoss.": (
+            isinstance(given, nn.BCELoss) or given is F.binary_cross_entropy
+        ),
+        " The learning rate comes after the loss, as lr=.": isinstance(given, (int, float)),
+        f" Give an instance: {shown}().": isinstance(given, type),
+    }
+    told = "".join(text for text, holds in advice.items() if holds)
     return (
-        f"loss cannot be {shown}.{advice} It is the loss that you minimise: {ACCEPTED}. For any other loss, give a "
+        f"loss cannot be {shown}.{told} It is the loss that you minimise: {ACCEPTED}. For any other loss, give a "
         f"bprong.Likelihood of your own: a subclass with nll(output, y) and sample(output), as in its docstring"
     )

@@ -70,33 +70,41 @@ class Blocks:
         return f"{sizes} channels" if self.positions > 1 else sizes
 
 
-def blocks_of(
-    features: int,
-    groups: int = 1,
-    positions: int = 1,
-    *,
-    max_dim: int = MAX_DIM,
-    channels: bool = False,
-    padded: bool = True,
-) -> Blocks:
-    """The blocks for a side with this many features in all groups, of which each channel has `positions`.
+@dataclass(frozen=True)
+class Limits:
+    """How sides are split into blocks.
 
-    The first of these that takes no more memory than one block of `max_dim`: one block for each group; for a
-    convolution, its channels (at once if `channels`); as few equal blocks as possible, of which the last may be padded.
-
-    >>> [str(blocks_of(d, max_dim=100)) for d in (100, 120, 499, 20_000)]
-    ['100', '2 × 60 blocks', '25 × 20 blocks', '20000 diagonal']
+    max_dim:   the largest side whitened as one block
+    channels:  whiten convolutions by their channels only
+    padded:    whether the last of several blocks may be padded
     """
-    each = features // groups
-    if each <= _largest(features, max_dim) and not (channels and positions > 1):
-        return Blocks(each, 1, groups)
-    each //= positions
-    largest = min(_largest(each * groups, max_dim), each)
-    count = math.ceil(each / largest)
-    while not padded and each % count:
-        count += 1
-    size = math.ceil(each / count)
-    return Blocks(size, count, groups, positions, count * size - each)
+
+    max_dim: int = MAX_DIM
+    channels: bool = False
+    padded: bool = True
+
+    def blocks(self, features: int, groups: int = 1, positions: int = 1) -> Blocks:
+        """The blocks for a side with this many features in all groups, of which each channel has `positions`.
+
+        The first of these that takes no more memory than one block of `max_dim`: one block for each group; for a
+        convolution, its channels (at once if `channels`); as few equal blocks as possible.
+
+        >>> [str(Limits(100).blocks(d)) for d in (100, 120, 499, 20_000)]
+        ['100', '2 × 60 blocks', '25 × 20 blocks', '20000 diagonal']
+        """
+        each = features // groups
+        if each <= self._largest(features) and not (self.channels and positions > 1):
+            return Blocks(each, 1, groups)
+        each //= positions
+        count = math.ceil(each / min(self._largest(each * groups), each))
+        while not self.padded and each % count:
+            count += 1
+        size = math.ceil(each / count)
+        return Blocks(size, count, groups, positions, count * size - each)
+
+    def _largest(self, features: int) -> int:
+        """The largest block size with which all features together take no more memory than one block of `max_dim`."""
+        return min(self.max_dim, max(1, self.max_dim**2 // features))
 
 
 def split(values: Tensor, blocks: Blocks) -> Tensor:
@@ -109,8 +117,3 @@ def split(values: Tensor, blocks: Blocks) -> Tensor:
 def joined(values: Tensor, blocks: Blocks) -> Tensor:
     """The inverse of `split`."""
     return values.flatten(-3)[..., : blocks.features]
-
-
-def _largest(features: int, max_dim: int) -> int:
-    """The largest block size with which all features together take no more memory than one block of `max_dim`."""
-    return min(max_dim, max(1, max_dim**2 // features))

@@ -158,8 +158,7 @@ def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver =
     # correlation matrix, which stays well conditioned when features differ by many orders of magnitude.
     unit = units.sqrt()
     scaled = second / outer(unit, unit)
-    matrix = _root(scaled, damping.value, solver)
-    return Root(matrix / unit.unsqueeze(-2), damping.value * units, second, scaled)
+    return Root(_root(scaled, damping.value, solver) / unit.unsqueeze(-2), damping.value * units, second, scaled)
 
 
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,8 @@ class Moments:
 class Sums:
     """The moments of rows that are added chunk by chunk, in the precision of the model, at least float32.
 
-    centre:  whether they are centred at their mean
+    centre:     whether they are centred at their mean
+    keep_rows:  whether the moments are to have the rows themselves
 
     Rows z are summed about an origin o, the mean of the first chunk: Σ(z−o)(z−o)ᵀ and s = Σ(z−o). At the end s sᵀ/n is
     subtracted. The first chunk is a part of the rows, so that with k chunks o is at most √k standard deviations from
@@ -145,8 +146,9 @@ class Sums:
     ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
     """
 
-    def __init__(self, centre: bool) -> None:
+    def __init__(self, centre: bool, keep_rows: bool = False) -> None:
         self.rows = 0
+        self._keep_rows = keep_rows
         self._centre = centre
         self._origin: Tensor | None = None
         self._sum: Tensor | float = 0.0  # s, float64
@@ -164,7 +166,7 @@ class Sums:
             own = own - self._origin
             self._sum = self._sum + own.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
-        if self._summed is None and max(self.rows, expected) < rows.shape[-1]:
+        if self._summed is None and (self._keep_rows or max(self.rows, expected) < rows.shape[-1]):
             self._kept.append(own if self._centre else own.clone())
             return
         if self._summed is None:

@@ -34,15 +34,9 @@ def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
     tensor([1.1192, 0.7229], dtype=torch.float64)
     """
     a, b, c = QUINTIC
-    total = None
-    for step in range(steps):
-        p = torch.baddbmm(A, A, A, beta=b, alpha=c) if A.ndim == 3 else torch.addmm(A, A, A, beta=b, alpha=c)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)
-        total = p if total is None else p @ total
-        if step < steps - 1:
-            A = p @ (A @ p)
-    assert total is not None
-    return total
+    p = torch.baddbmm(A, A, A, beta=b, alpha=c) if A.ndim == 3 else torch.addmm(A, A, A, beta=b, alpha=c)
+    p.diagonal(dim1=-2, dim2=-1).add_(a)
+    return p if steps == 1 else polynomial(p @ (A @ p), steps - 1) @ p  # A of the next step is that of p X
 
 
 @dataclass(frozen=True)
@@ -62,6 +56,12 @@ class Whitened:
         """Whether it has more outputs than inputs."""
         return self.M.shape[-2] > self.M.shape[-1]
 
+    @property
+    def wide(self) -> Whitened:
+        """It or, if it is tall, its transpose; divided by its largest entry, so that squares stay ordinary numbers."""
+        M = self.M / self.M.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(self.M.dtype).tiny)
+        return Whitened(M.mT, self.right, self.left) if self.is_tall else replace(self, M=M)
+
 
 def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
     """Rᵀ msgn(R M Uᵀ) U of each matrix; those whose smaller sides have the same size share their products.
@@ -71,33 +71,17 @@ def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
     tensor([[ 0.7229,  0.0000,  0.0000],
             [ 0.0000,  0.0000, -1.1192]], dtype=torch.float64)
     """
-    matrices = [replace(matrix, M=_of_size_one(matrix.M)) for matrix in matrices]
-    grams = [_gram(matrix) for matrix in matrices]
-    traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for A, _ in grams]
+    wide = [matrix.wide for matrix in matrices]
+    products = [own.M if own.right is None else own.right.right(own.M) for own in wide]  # M Q
+    grams = [_between(product @ own.M.mT, own.left) for own, product in zip(wide, products, strict=True)]
     smallest = torch.finfo(torch.float32).tiny  # M may be zero, and then stays so
-    scaled = [A / t.clamp(min=smallest) for (A, _), t in zip(grams, traces, strict=True)]
-    polynomials = _together(scaled)
+    traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=smallest) for A in grams]
+    polynomials = _together([A / t for A, t in zip(grams, traces, strict=True)])
     found = []
-    for matrix, (_, product), t, polynomial_ in zip(matrices, grams, traces, polynomials, strict=True):
-        scaled_product = product * t.clamp(min=smallest).rsqrt()
-        p = _between(polynomial_, matrix.right if matrix.is_tall else matrix.left)
-        found.append(scaled_product @ p if matrix.is_tall else p @ scaled_product)
+    for matrix, own, product, t, p in zip(matrices, wide, products, traces, polynomials, strict=True):
+        msgn = _between(p, own.left) @ (product * t.rsqrt())
+        found.append(msgn.mT if matrix.is_tall else msgn)
     return found
-
-
-def _of_size_one(M: Tensor) -> Tensor:
-    """M divided by its largest entry, which msgn does not see, so that squares neither overflow nor vanish."""
-    return M / M.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
-
-
-def _gram(matrix: Whitened) -> tuple[Tensor, Tensor]:
-    """A on the smaller side, not yet divided by its trace, and M multiplied by the factor of the larger one."""
-    M = matrix.M
-    if matrix.is_tall:
-        product = M if matrix.left is None else matrix.left.left(M)
-        return _between(M.mT @ product, matrix.right), product
-    product = M if matrix.right is None else matrix.right.right(M)
-    return _between(product @ M.mT, matrix.left), product
 
 
 def _between(A: Tensor, factor: Factor | None) -> Tensor:

@@ -75,14 +75,13 @@ def damping_rows(U: Tensor, epsilon: Tensor, mu: float, turn: int) -> Tensor:
     return (U[:, damped] * (K * epsilon[damped]).sqrt()).mT
 
 
-def centred_rows(z: Tensor, c: Tensor, mu: float) -> tuple[Tensor, Tensor]:
-    """Rows V of a centred second moment, and the mean c' = (1−μ)c + μz̄ that belongs to it.
+def centred_rows(V: Tensor, mean: Tensor, c: Tensor, mu: float) -> tuple[Tensor, Tensor]:
+    """Rows V of a second moment about the mean z̄, as rows about c' = (1−μ)c + μz̄, and c'.
 
     (1−μ)S + μVᵀV is then the moment about c' of the mixture of both, including the distance between their means.
     """
-    mean = z.mean(dim=0)
     between = math.sqrt(1 - mu) * (mean - c)
-    return torch.cat([(z - mean) / math.sqrt(len(z)), between.unsqueeze(0)]), c + mu * (mean - c)
+    return torch.cat([V, between.unsqueeze(0)]), c + mu * (mean - c)
 
 
 def near_identity(V: Tensor, mu: float) -> Multiplier:

@@ -19,9 +19,10 @@ on channels, all positions of the kernel share U and c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast, get_args
+from itertools import zip_longest
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,8 @@ class Multiplier(NamedTuple):
 
 def quotient(old: Tensor, new: Tensor) -> Multiplier:
     """T = U' U⁻¹ for any two invertible matrices, or n pairs of them, in float64."""
-
-    def times(M: Tensor) -> Tensor:
-        return torch.matmul(new, torch.linalg.solve(old, M))
-
-    def transposed_solve(M: Tensor) -> Tensor:
-        return cast(Tensor, torch.linalg.solve(new.mT, old.mT @ M))
-
-    return Multiplier(times, transposed_solve)
+    solve: Callable[[Tensor, Tensor], Tensor] = torch.linalg.solve
+    return Multiplier(lambda M: new @ solve(old, M), lambda M: solve(new.mT, old.mT @ M))
 
 
 @dataclass(frozen=True)
@@ -69,16 +64,13 @@ class Change:
 
     def velocity(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves parameters, and whatever is added to them."""
-        if self.s is None:
-            return on_outputs(self.T.transposed_solve, W, b, self.blocks)
-        moved = on_inputs(self.T.transposed_solve, W, self.blocks)
-        return moved, None if b is None else b + times_mean(W, self.s, self.blocks)
+        moved, b = self._applied(self.T.transposed_solve, W, b)
+        return moved, b if b is None or self.s is None else b + times_mean(W, self.s, self.blocks)
 
     def gradient(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves gradients by the parameters."""
-        if self.s is None:
-            return on_outputs(self.T.times, W, b, self.blocks)
-        return on_inputs(self.T.times, W if b is None else W - self._outer(b, self.s, W), self.blocks), b
+        centred = W if b is None or self.s is None else W - self._outer(b, self.s, W)
+        return self._applied(self.T.times, centred, b)
 
     def squares(self, W: Tensor, b: Tensor | None = None) -> Pair:
         """Moves mean squares v of gradients, which are taken to be uncorrelated.
@@ -87,12 +79,14 @@ class Change:
         positive; correlations, which v does not contain, are lost.
         """
         T = self.T.times(W.new_ones(self.blocks.shape[:-1]).diag_embed())
-        if self.s is None:
-            return on_outputs(T.square().matmul, W, b, self.blocks)
-        moved = on_inputs(T.square().matmul, W, self.blocks)
-        if b is not None:
+        moved, b = self._applied(T.square().matmul, W, b)
+        if b is not None and self.s is not None:
             moved = moved + self._outer(b, (T @ self.s.unsqueeze(-1)).squeeze(-1).square(), W)
         return moved, b
+
+    def _applied(self, apply: Map, W: Tensor, b: Tensor | None) -> Pair:
+        """A map of columns on the side that changes; the bias belongs to the outputs."""
+        return on_outputs(apply, W, b, self.blocks) if self.s is None else (on_inputs(apply, W, self.blocks), b)
 
     def _outer(self, b: Tensor, s: Tensor, like: Tensor) -> Tensor:
         """b sᵀ in the shape of a weight."""
@@ -209,43 +203,33 @@ def carry_(holders: Sequence[Holder], layer: nn.Module, change: Change) -> None:
     parameters = [p for name, p in layer.named_parameters() if name in ("weight_dagger", "bias_dagger")]
     # W enters the new b by s alone
     velocity = change if change.s is None else replace(change, s=change.s * _rate_ratio(holders, *parameters))
-    for transport, held in _paired([_kept(holders, p) for p in parameters]):
-        old = [torch.zeros_like(p) if tensor is None else tensor for p, tensor in zip(parameters, held, strict=True)]
-        moved = getattr(velocity if transport == "velocity" else change, transport)(*map(float64_copy, old))
-        for tensor, new in zip(held, moved, strict=False):
-            if tensor is not None:
-                tensor.copy_(new)
+    kept = [_kept(holders, p) for p in parameters]
+    for transport, origin in dict.fromkeys(kind for own in kept for kind in own):
+        # What is kept of the weight and of its bias belongs together in the order in which the optimizers keep it.
+        for held in zip_longest(*(own.get((transport, origin), []) for own in kept)):
+            old = [
+                torch.zeros_like(p) if tensor is None else tensor for p, tensor in zip(parameters, held, strict=True)
+            ]
+            moved = getattr(velocity if transport == "velocity" else change, transport)(*map(float64_copy, old))
+            for tensor, new in zip(held, moved, strict=False):
+                if tensor is not None:
+                    tensor.copy_(new)
 
 
-GRADIENT = ".grad"  # the key of what is no optimizer's state
-Kept = dict[str, tuple[Transport, Tensor]]  # what is kept of a parameter: how it moves, by its key
+def _kept(holders: Sequence[Holder], parameter: Tensor) -> dict[tuple[Transport, str], list[Tensor]]:
+    """What is kept of a parameter, by how it moves and by where it is: in `.grad`, or in the state of an optimizer.
 
-
-def _kept(holders: Sequence[Holder], parameter: Tensor) -> Kept:
-    found: Kept = {}
-    if parameter.grad is not None:
-        found[GRADIENT] = ("gradient", parameter.grad)
+    Different optimizers may hold a weight and its bias under different keys: Muon's average of gradients of the weight
+    belongs to Adam's of the bias, since both move as gradients. The gradients themselves belong to each other only.
+    """
+    gradient = parameter.grad
+    found: dict[tuple[Transport, str], list[Tensor]] = {} if gradient is None else {("gradient", "grad"): [gradient]}
     for optimizer, transports in holders:
         state = optimizer.state.get(parameter, {})
-        found |= {key: (how, state[key]) for key, how in transports.items() if state.get(key) is not None}
+        for key, transport in transports.items():
+            if state.get(key) is not None:
+                found.setdefault((transport, "state"), []).append(state[key])
     return found
-
-
-def _paired(kept: Sequence[Kept]) -> Iterator[tuple[Transport, list[Tensor | None]]]:
-    """What is kept of a weight beside what is kept of its bias, if there is one, under the same key.
-
-    If different optimizers hold them, their keys differ: then what moves alike belongs together, as Muon's average of
-    gradients of the weight and Adam's of the bias. The gradients themselves belong to each other only.
-    """
-    own = kept[0]
-    others = dict(kept[1]) if len(kept) > 1 else {}
-    for key, (transport, tensor) in own.items():
-        averages = {name: how for name, (how, _) in others.items() if GRADIENT not in (key, name)}
-        like = [name for name, how in averages.items() if how == transport and name not in own]
-        name = key if key in others else next(iter(like), key)
-        yield transport, [tensor, others.pop(name, (None, None))[1]][: len(kept)]
-    for transport, tensor in others.values():
-        yield transport, [None, tensor]
 
 
 def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None = None) -> float:

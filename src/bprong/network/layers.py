@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import nullcontext
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -12,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bprong.capture.convolution import geometry_of
-from bprong.capture.weights import Limits, weight_matrices_of
+from bprong.capture.own_pass import without_autocast
+from bprong.capture.weights import weight_matrices_of
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.linalg.blocks import MAX_DIM, Blocks
+from bprong.linalg.blocks import MAX_DIM, Blocks, Limits
 from bprong.linalg.moments import float64_copy, to_float64
 from bprong.network.coordinates import (
     Change,
@@ -292,8 +292,6 @@ class WhitenedConv2d(WhitenedLayer):
         # also pads correctly: zeros put around z − c would be c put around z. Without autocast the weight is the one
         # that a stock layer would have, and the convolution then rounds it likewise.
         precision = torch.promote_types(self.weight_dagger.dtype, torch.float32)
-        device = input.device.type
-        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        with without_autocast(input.device.type):
             W, b = self._ordinary(lambda tensor: tensor.to(precision))
-        stock = cast(nn.Conv2d, self._stock[0])
-        return cast(Tensor, stock._conv_forward(input, W, b))
+        return cast(Tensor, cast(nn.Conv2d, self._stock[0])._conv_forward(input, W, b))

@@ -164,17 +164,16 @@ class Rewhitening:
 
         A batch that is not finite needs one too: the exact factorisation reports why it cannot be used.
         """
-        found = measured.z_rows if side.of_inputs else measured.delta_rows
-        if side not in self._tracks or not found:
+        found = measured.z if side.of_inputs else measured.delta
+        if side not in self._tracks or found is None:
             return side in self._tracks  # a layer without rows waits for its next batch
         module = self._modules[layer.name]
         held = module.U if side.of_inputs else cast(Tensor, module.R)
         U = held.to(torch.promote_types(held.dtype, torch.float32))
-        rows = torch.cat(found).to(U)
-        V = rows / math.sqrt(len(rows) if side.of_inputs else measured.targets)
+        V = found.values.to(U) / math.sqrt(found.weight)
         mean = None
-        if side.of_inputs and module.centred:
-            V, mean = centred_rows(rows, module.c.to(U), self._mu)
+        if found.mean is not None:
+            V, mean = centred_rows(V, found.mean.to(U), module.c.to(U), self._mu)
         try:
             T, moved = self._tracks[side].step(U, V, self._mu, self._damping[side.name])
             change = module.rewhiten_(side.name, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
@@ -185,13 +184,12 @@ class Rewhitening:
         return True
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> Mapping[str, LayerMoments]:
-        """Measures the layers on a batch; rows: the rows of z and δ themselves instead of their moments."""
+        """Measures the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
         if x is None:
             raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
         seed = self._schedule.seed
         own = partial(
-            record, self.model,
-            {layer.name: (layer.linear, self._modules[layer.name].centred) for layer in trained}, x, y,
+            record, self.model, {layer.linear: self._modules[layer.name].centred for layer in trained}, x, y,
             likelihood=self._likelihood if self._schedule.two_sided else None,
             fisher=self._schedule.settings.fisher, rows=rows,
             seed=mixed(seed, self._ranks.rank) if self._ranks.rank else seed,

@@ -22,12 +22,12 @@ from bprong.capture.coverage import fallback_reasons
 from bprong.capture.output import Head, Key
 from bprong.capture.own_pass import without_autocast
 from bprong.capture.passes import Batches
-from bprong.capture.weights import COVERED, Limits, covered_weights
+from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import integer, number, one_of, positive, takes_loss
 from bprong.distributed import Ranks, unwrapped
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
-from bprong.linalg.blocks import MAX_DIM
+from bprong.linalg.blocks import MAX_DIM, Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments

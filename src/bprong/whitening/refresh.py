@@ -381,7 +381,7 @@ class Whitening:
         counted = nontrivial(batch.counted(self._likelihood))
         with torch.enable_grad():
             return record(
-                self._model, {name: (self.layers[name].linear, centre) for name, centre in centred.items()},
+                self._model, {self.layers[name].linear: centre for name, centre in centred.items()},
                 copied(batch.x, whole, dtype), self._data_targets(batch), counted=counted, class_dim=batch.class_dim,
                 head=self.head, seed=self._seed(index), **self._what_to_measure(),
             )  # fmt: skip
