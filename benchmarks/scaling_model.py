@@ -18,7 +18,7 @@ from harness.rows import grouped, read
 from harness.tables import markdown
 from several_processes import WIDTHS, Row
 
-from bprong.distributed import BUCKET, NUMBERS
+from bprong.distributed import BUCKET, NUMBERS, PANEL
 from bprong.whitening.refresh import FLAGS
 
 FLOAT32, FLOAT64 = 4, 8
@@ -66,7 +66,9 @@ class Cost:
 
 
 def triangles(matrices: Sequence[Matrix]) -> int:
-    return sum(d * (d + 1) // 2 for matrix in matrices for d in matrix.blocks)
+    """Entries of triangles as they are sent, in panels of rows from the diagonal on."""
+    sizes = [d for matrix in matrices for d in matrix.blocks]
+    return sum(min(PANEL, d - i) * (d - i) for d in sizes for i in range(0, d, PANEL))
 
 
 def entries(matrices: Sequence[Matrix]) -> int:
@@ -107,8 +109,9 @@ def validation(rows: Sequence[Row]) -> str:
             expected = refresh(matrices, 0, processes, way == "sharded"), step(matrices, processes, way == "sharded")
             found = own[0]
             lines.append([
-                way, processes, f"{expected[0].bytes / 1e6:.3f}", f"{found.refresh_bytes / 1e6:.3f}",
-                expected[0].messages, found.refresh_messages,
+                way, processes, f"{expected[0].bytes / 1e6:.3f}",
+                f"{(found.refresh_bytes - found.step_bytes) / 1e6:.3f}",
+                expected[0].messages, found.refresh_messages - found.step_messages,
                 f"{expected[1].bytes / 1e6:.3f}", f"{found.step_bytes / 1e6:.3f}",
             ])  # fmt: skip
     titles = ["way", "processes", "MB of a refresh: counted", "sent", "messages: counted", "sent"]
@@ -144,10 +147,11 @@ def projection(tokens: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandLine(__doc__)
-    parser.setting("tokens", 16384, 64, "tokens of a GPU's batch")
+    parser.setting("tokens", [16384, 65536], [64], "tokens of a GPU's batch")
     options = parser.parse(arguments)
-    print(validation(read(DOCS / "several-processes.csv", Row)), end="\n\n")
-    print(projection(options.tokens))
+    print(validation(read(DOCS / "several-processes.csv", Row)))
+    for tokens in options.tokens:
+        print(f"\n{tokens:,} tokens on each GPU:\n\n{projection(tokens)}")
 
 
 if __name__ == "__main__":

