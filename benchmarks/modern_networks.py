@@ -45,14 +45,14 @@ from matplotlib.ticker import NullLocator
 from problems.modern import MODERN
 
 PEERS = ["adamw", "muon", "soap"]
-OURS = ["spectral", "auto", "auto-decayed", "auto-spectral", "bprong"]
+OURS = ["spectral", "spectral-damped", "auto", "auto-decayed", "auto-spectral", "bprong"]
 RATE_FREE = ["prodigy", "schedule-free"]
 RACERS = [*PEERS, *OURS]
 EVERYBODY = [*PEERS, *RATE_FREE, *OURS]
 STUDIES = {
     "gpt": Study(
         "GPT, Python's sources", "val_loss", 800, EVERYBODY, MODERN["gpt"], "adamw",
-        {"muon": 320, "spectral": 250, "auto-spectral": 250},
+        {"muon": 320, "spectral": 250, "spectral-damped": 250, "auto-spectral": 250},
     ),
     "gpt-other": Study("smaller GPT, C++ headers", "val_loss", 400, EVERYBODY, MODERN["gpt-other"], "adamw"),
     "vit": Study("vision transformer, digits", "train_loss", 200, RACERS, MODERN["vit"], "adamw"),
@@ -145,6 +145,7 @@ LOOKS = {
     "prodigy": figures.Style(figures.INK, figures.DOTTED, "x"),
     "schedule-free": figures.Style(figures.INK, figures.LONG, "+"),
     "spectral": figures.Style(figures.VERMILION, figures.SOLID, "o"),
+    "spectral-damped": figures.Style(figures.VERMILION, figures.DOTTED, ">"),
     "auto-spectral": figures.Style(figures.BLUE, figures.SOLID, "s"),
     "auto": figures.Style(figures.BLUE, figures.DASHED, "^"),
     "auto-decayed": figures.Style(figures.BLUE, figures.LONG, "h"),
@@ -174,7 +175,7 @@ def draw(every: Sequence[Records], path: Path) -> None:
         handles = [figures.entry(LOOKS[method], METHODS[method].title) for method in used]
         signs = [figures.explain("band", "least to greatest of the fresh seeds (line: median)")]
         signs.append(figures.explain("faint", f"seed {SELECTION_SEED}, on which the trials were"))
-        figures.legend(chart, [*handles, *signs], columns=3)
+        figures.legend(chart, [*handles, *signs], columns=2)
 
 
 def scale(axes: Axes, measure: str) -> None:

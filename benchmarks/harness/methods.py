@@ -88,8 +88,13 @@ def schedule_free(model: nn.Module, _loss: nn.Module, settings: Settings, steps:
 
 
 def ours(model: nn.Module, loss: nn.Module, settings: Settings, _steps: int) -> Optimizer:
-    """`start` is where a schedule of lr="auto" starts: the group's lr, which multiplies the automatic step."""
+    """`start` is where a schedule of lr="auto" starts: the group's lr, which multiplies the automatic step.
+
+    `damping` is that of both sides, relative to the mean eigenvalue.
+    """
     start = settings.pop("start", None)
+    if damping := settings.pop("damping", None):
+        settings["forward_damping"] = settings["backward_damping"] = bprong.Damping(damping, "mean")
     optimizer = bprong.BPRONG(model, loss, **settings)
     for group in optimizer.param_groups if start is not None else ():
         group["lr"] = start
@@ -131,6 +136,11 @@ METHODS: dict[str, Method] = {
     ),
     "spectral": Method(
         "BPRONG, spectral", ours, {"lr": LogUniform(5e-3, 1e-1), **SCHEDULE, "momentum": Choice([0.9, 0.95])},
+        keyword="step", fixed={"step": "spectral"},
+    ),
+    "spectral-damped": Method(  # declared after the results of "spectral" were known
+        "BPRONG, spectral, damping tuned", ours,
+        {"lr": LogUniform(5e-3, 1e-1), **SCHEDULE, "damping": Choice([0.1, 1.0, 10.0])},
         keyword="step", fixed={"step": "spectral"},
     ),
     "bprong": Method(
