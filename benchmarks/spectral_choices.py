@@ -1,8 +1,9 @@
 """Which power of whitening, which damping and which side do spectral steps want?
 
-Training and validation loss after a fixed number of steps on seed 0, with a learning rate that falls to zero linearly
-and an average of the last weights; each variant has the better of two learning rates. Damping is relative to the mean
-eigenvalue. "none" is Muon with the same treatment of all other parameters: damping so large that nothing is whitened.
+Training and validation loss after a fixed number of steps on seed 0, with a learning rate that falls to zero linearly,
+an average of the last weights and momentum 0.95; each variant has the better of two learning rates. Damping is relative
+to the mean eigenvalue. "none" is Muon with the same treatment of all other parameters: damping so large that nothing is
+whitened.
 
     python benchmarks/spectral_choices.py            15 minutes on one core; runs what docs/spectral-choices.csv lacks
 """
@@ -52,6 +53,7 @@ def settings_of(variant: str, damping: float) -> dict[str, Any]:
     large = bprong.Damping(NONE, "mean")
     return {
         "step": "spectral",
+        "momentum": 0.95,
         "forward_damping": own,
         "backward_damping": large if variant.endswith("inputs only") else own,
         "every": 10 if variant.endswith("10 steps") else None,

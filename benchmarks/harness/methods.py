@@ -141,7 +141,7 @@ METHODS: dict[str, Method] = {
     "spectral-damped": Method(  # declared after the results of "spectral" were known
         "BPRONG, spectral, damping tuned", ours,
         {"lr": LogUniform(5e-3, 1e-1), **SCHEDULE, "damping": Choice([0.1, 1.0, 10.0])},
-        keyword="step", fixed={"step": "spectral"},
+        keyword="step", fixed={"step": "spectral", "momentum": 0.95},
     ),
     "bprong": Method(
         "BPRONG, fixed rate", ours, {"lr": LogUniform(1e-3, 1e-1), **SCHEDULE, "max_step": Choice([0.03, 0.1, 0.3])},

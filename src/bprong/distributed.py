@@ -28,7 +28,7 @@ from bprong.linalg.moments import Moments, add_outer, float64_device
 Key = TypeVar("Key", bound=Hashable)
 PANEL = 64  # rows of a second moment that are sent as one piece
 BUCKET = 2**26  # entries of second moments whose triangles are summed at once: 268 MB
-ALIKE = 1e-3  # the relative difference up to which gradients of two ranks are the same
+ALIKE = 1e-6  # the relative difference up to which sizes of gradients of two ranks are the same
 
 
 class Ranks:
@@ -47,8 +47,7 @@ class Ranks:
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
         """The ranks that a model is trained by."""
-        inner = getattr(model, "_orig_mod", model)
-        return cls(inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None)
+        return cls(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
 
     def __reduce__(self) -> tuple[type[Ranks], tuple[()]]:
         return Ranks, ()  # a group of processes cannot be copied
@@ -403,9 +402,13 @@ class Sharding:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of DistributedDataParallel; what cannot be trained raises ValueError and is named."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, nn.parallel.DistributedDataParallel):
-        model = inner.module
+    if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "torch.compile around DistributedDataParallel hides what the model is called with. Compile the model "
+            "itself: DistributedDataParallel(torch.compile(model))"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     for name, module in model.named_modules():
         if kind := _unsupported(module):
             where = f"its module {name!r}" if name else "the model"

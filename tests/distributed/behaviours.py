@@ -171,6 +171,84 @@ def an_error_on_one_rank(rank, size):
     return found
 
 
+def clipped(rank, size):
+    """lr="auto" with clipping, rank 1 without examples at some steps, and a model of which it uses one layer only."""
+
+    class OneOfMany(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(10, 3) for _ in range(9))
+
+        def forward(self, x):
+            return self.layers[4](x) if rank == 1 else sum(layer(x) for layer in self.layers)
+
+    found = {}
+    for name, model in {"empty": None, "unused": OneOfMany}.items():
+        case = Case() if model is None else Case(model=model)
+        wrapped = DistributedDataParallel(made(case), find_unused_parameters=True)
+        criterion = nn.CrossEntropyLoss()
+        optimizer = bprong.BPRONG(wrapped, criterion, options={"fisher": "exact"})
+        for t in range(15):
+            optimizer.zero_grad()
+            x, y = data(case, rank, t, 0)
+            if name == "empty" and rank == 1 and t % 3 == 0:
+                wrapped(x[:0]).sum().backward()
+            else:
+                criterion(wrapped(x), y).backward()
+            nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
+            optimizer.step()
+        found[name] = parameters(wrapped)
+    return found
+
+
+def nothing_counted(rank, size):
+    """Rank 1 has no target that the loss counts: the moments are those of rank 0."""
+    model = DistributedDataParallel(made(Case()))
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    optimizer = bprong.BPRONG(model, criterion, lr=0.01)
+    x, y = data(Case(), rank, 0, 0)
+    criterion(model(x), y if rank == 0 else y.fill_(-100)).backward()
+    optimizer.step()
+    return optimizer._whitening.layers["0"].forward.observations
+
+
+def sharded_and_extended(rank, size):
+    """A module that is added during training, with factors divided among ranks."""
+    inner = made(Case())
+    model = DistributedDataParallel(inner)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = bprong.BPRONG(inner, criterion, lr=0.05, every=3, options={"sharded": True, "fisher": "exact"})
+    for t in range(12):
+        if t == 5:
+            torch.manual_seed(3)
+            inner.append(nn.Linear(3, 3).double())
+            model = DistributedDataParallel(inner)
+            optimizer.add_param_group({"params": list(inner[-1].parameters())})
+        optimizer.zero_grad()
+        x, y = data(Case(), rank, t, 0)
+        criterion(model(x), y).backward()
+        optimizer.step()
+    return parameters(inner)
+
+
+def automatic_by_hand(rank, size):
+    """lr="auto" with gradients that the user averages, and a model with a single parameter."""
+    model = nn.Linear(10, 3, bias=False).double()
+    nn.init.zeros_(model.weight)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = bprong.BPRONG(model, criterion, options={"fisher": "exact"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(20):
+            optimizer.zero_grad()
+            x, y = data(Case(), rank, t, 0)
+            criterion(model(x), y).backward()
+            dist.all_reduce(model.weight.grad)
+            model.weight.grad /= size
+            optimizer.step()
+    return parameters(model), [str(warning.message) for warning in caught]
+
+
 def gradients_that_differ(rank, size):
     """A model that is not wrapped, so that nobody averages its gradients."""
     _, _, step = training(wrap=lambda model: model, lr=0.05)

@@ -15,7 +15,8 @@ from helpers import assert_close
 NAMES = [
     "ranks_seeded_differently", "resumed", "saved_for_one_process", "distributed_checkpoint",
     "a_batch_that_is_not_finite", "an_empty_batch", "an_error_on_one_rank", "gradients_that_differ",
-    "averaged_by_hand", "join", "copies", "whitened", "a_rank_that_does_not_arrive",
+    "averaged_by_hand", "join", "clipped", "nothing_counted", "sharded_and_extended", "automatic_by_hand", "copies",
+    "whitened", "a_rank_that_does_not_arrive",
 ]  # fmt: skip
 
 
@@ -92,6 +93,25 @@ def test_gradients_may_be_averaged_by_hand(found):
     case = Case(steps=10, arguments={"lr": 0.05, "options": {"fisher": "exact"}})
     assert same(found["averaged_by_hand"])
     assert_close(found["averaged_by_hand"][0], parameters(train(case, 2)[0]), 1e-9, "averaged by hand")
+
+
+def test_the_factor_of_clipping_is_the_same_on_all_ranks(found):
+    for name in ("empty", "unused"):
+        assert same([of[name] for of in found["clipped"]]), name
+
+
+def test_a_rank_whose_targets_do_not_count_adds_nothing(found):
+    assert found["nothing_counted"] == [12.0, 12.0]
+
+
+def test_a_layer_added_to_sharded_ones_is_assigned_too(found):
+    assert same(found["sharded_and_extended"])
+
+
+def test_automatic_steps_with_gradients_averaged_by_hand(found):
+    (first, warned), (second, _) = found["automatic_by_hand"]
+    assert torch.equal(first, second)
+    assert warned == []
 
 
 def test_join_is_refused_by_name(found):

@@ -88,3 +88,23 @@ def test_shapes_depend_on_the_model_alone():
 
 def _tensors(nested):
     return [t for own in nested.values() for t in (_tensors(own) if isinstance(own, dict) else [own])]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_bias_that_is_trained_alone_keeps_its_layer(rule):
+    """As in fine-tuning of biases: the weight is not among the parameters."""
+
+    def frozen():
+        torch.manual_seed(0)
+        model = mlp(5, 20, 3)
+        for layer in (model[0], model[2]):
+            layer.weight.requires_grad_(False)
+        return model, started(rule, model)
+
+    (model, optimizer), (other, resumed) = frozen(), frozen()
+    train(model, optimizer, [(X, Y)] * 6)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for trained, by in ((model, optimizer), (other, resumed)):
+        train(trained, by, [(X, Y)] * 6)
+    assert_unchanged(snapshot(model), snapshot(other))

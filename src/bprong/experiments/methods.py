@@ -198,7 +198,14 @@ def _drop_in_defaults(**given: Any) -> dict[str, Any]:
 # Chosen on a split of the training images; docs/reproduction.md tells how.
 STRONG = bprong.Damping(10.0, relative_to="mean")
 SPECTRAL = Recipe(
-    {"lr": 0.005, "step": "spectral", "weight_decay": 0.5, "forward_damping": STRONG, "backward_damping": STRONG}
+    {
+        "lr": 0.005,
+        "step": "spectral",
+        "momentum": 0.95,
+        "weight_decay": 0.5,
+        "forward_damping": STRONG,
+        "backward_damping": STRONG,
+    }
 )
 ADAMW = Recipe({"lr": 0.002, "weight_decay": 1.0})
 

@@ -185,11 +185,9 @@ class Rewhitening:
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> Mapping[str, LayerMoments]:
         """Measures the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
-        if x is None:
-            raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
         seed = self._schedule.seed
         own = partial(
-            record, self.model, {layer.linear: self._modules[layer.name].centred for layer in trained}, x, y,
+            _record, self.model, {layer.linear: self._modules[layer.name].centred for layer in trained}, x, y,
             likelihood=self._likelihood if self._schedule.two_sided else None,
             fisher=self._schedule.settings.fisher, rows=rows,
             seed=mixed(seed, self._ranks.rank) if self._ranks.rank else seed,
@@ -251,6 +249,12 @@ class Rewhitening:
         for name, layer in self._layers.items():
             layer.load_state_dict(state["layers"][name])
         self._tracks = tracks
+
+
+def _record(model: nn.Module, centred: Mapping[Any, bool], x: Any, y: Tensor | None, **how: Any) -> Any:
+    if x is None:
+        raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
+    return record(model, centred, x, y, **how)
 
 
 def _mu_of(refresh: RefreshMode, rate: float | None, average: float, layers: Layers) -> float:

@@ -6,7 +6,8 @@ and all plain values as JSON in a tensor of bytes. Each parameter has an entry K
 
     flags     whether the last step moved it, and whether it has a pending direction (lr="auto")
     pending   that direction
-    layers    of a weight: by number, the moments, factors and centres of its layers, and their plain values
+    layers    of a weight, or of a bias whose weight is not trained: by number, the moments, factors and centres of its
+              layers, and their plain values
     plain     of the first parameter: the plain values of the optimizer
 """
 
@@ -52,8 +53,8 @@ def packed(
         entry["pending"] = torch.zeros_like(p) if direction is None else direction
     places = {id(p): i for i, p in enumerate(parameters)}
     for layer in layers:
-        if id(layer.weight) in places:
-            own_layers = found[places[id(layer.weight)]].setdefault("layers", {})
+        if (place := _place(layer, places)) >= 0:
+            own_layers = found[place].setdefault("layers", {})
             own_layers[str(len(own_layers))] = _packed_layer(layer, whitening["layers"].get(layer.name))
     plain = {"class": kind, "rule": rule, "schedule": whitening["schedule"]}
     found[0]["plain"] = _text(plain, BYTES["optimizer"])
@@ -76,7 +77,7 @@ def unpacked(
     found = 0
     numbers = Counter[int]()
     for layer in layers:
-        place = places.get(id(layer.weight), -1)
+        place = _place(layer, places)
         own = saved.get(place, {}).get(str(numbers[place]))
         numbers[place] += 1
         found += own is not None
@@ -100,7 +101,7 @@ def exchanged_layers(
     numbers = Counter[int]()
     found = [dict(entry) for entry in entries]
     for layer in layers:
-        place = places.get(id(layer.weight), -1)
+        place = _place(layer, places)
         number = str(numbers[place])
         numbers[place] += 1
         if place < 0 or layer.name not in sharding.owners:
@@ -109,6 +110,11 @@ def exchanged_layers(
         (received,) = sharding.exchanged({layer.name: tensors}, {layer.name: tensors}).values()
         found[place]["layers"] = found[place]["layers"] | {number: tree_unflatten(received, structure)}
     return found
+
+
+def _place(layer: Layer, places: Mapping[int, int]) -> int:
+    """The place of the parameter whose entry has the layer: its weight or, if that is not trained, its bias; or −1."""
+    return next((places[id(p)] for p in layer.parameters if id(p) in places), -1)
 
 
 # A layer --------------------------------------------------------------------------------------------------------------

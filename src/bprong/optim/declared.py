@@ -40,15 +40,20 @@ class DeclaredLoss:
         self.loss = loss
         self.warned = False
 
-    def read(self, batches: Sequence[Batch], factor: float) -> list[Batch]:
-        """The batches of a step with their targets; factor: what `.grad` was multiplied by since the backward pass."""
+    def read(self, batches: Sequence[Batch], factor: float, alone: bool = True) -> list[Batch]:
+        """The batches of a step with their targets, without those of which the loss counts none.
+
+        factor: what `.grad` was multiplied by since the backward pass
+        alone:  whether there is one process, which needs a batch even if the loss counts none of its targets
+        """
         ratios = possible_ratios(max(1, len(batches)), factor)
         found = [batch.read(self.loss, ratios) for batch in batches]
         reason = None if self.warned else self._contradiction(found, ratios)
         if reason is not None:
             self.warned = True
             warn(f"your loss is not what was declared, {self.loss.name}: {reason}")
-        return [batch for batch in found if batch.counts(self.loss.likelihood)] or found
+        counted = [batch for batch in found if batch.counts(self.loss.likelihood)]
+        return counted or (found if alone else [])
 
     def _contradiction(self, batches: Sequence[Batch], ratios: Sequence[float]) -> str | None:
         read = [batch for batch in batches if batch.left is not None and bool(batch.left.gradient.any())]

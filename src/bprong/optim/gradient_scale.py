@@ -33,18 +33,27 @@ class GradientScale:
         # Spread over all parameters, so that some have a gradient; small ones, because norms cost time.
         parts = (trained[i * len(trained) // n : (i + 1) * len(trained) // n] for i in range(n))
         self._watched = [min(part, key=Tensor.numel) for part in parts]
+        self.known: bool | None = None  # False: gradients change in other ways after the backward pass; None: not known
         self._norms: dict[int, Tensor] = {}
         # The hook holds on to the norms and not to this object, which removes it when it is no longer used.
-        hook = partial(_note, self._norms, [weakref.ref(p) for p in self._watched])
-        for parameter in self._watched:
+        hook = partial(_note, self._norms, set(), [weakref.ref(p) for p in self._watched])
+        # In several processes a rank may use none of those watched; whichever it uses tells that gradients are there.
+        for parameter in trained if Ranks().size > 1 else self._watched:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)
 
     def __reduce__(self) -> tuple[type[GradientScale], tuple[list[Tensor]]]:
         return GradientScale, (self._watched,)
 
+    def noted(self) -> float:
+        """The sum of the norms that were noted since the last call of `factor`."""
+        return sum(float(norm) for norm in self._norms.values())
+
     def factor(self) -> float | None:
         """The factor since the last call; None if parameters differ in it, 1 if no parameter has a gradient."""
+        if self.known is False:
+            self._norms.clear()
+            return 1.0
         norms = [(self._norms.pop(id(p), None), p.grad) for p in self._watched]
         ratios = [
             float(g.norm()) / (float(before) or math.inf) for before, g in norms if before is not None and g is not None
@@ -56,7 +65,9 @@ class GradientScale:
         return found[-1] if found else 1.0
 
 
-def _note(norms: dict[int, Tensor], watched: Sequence[weakref.ref[Tensor]], parameter: Tensor) -> None:
+def _note(
+    norms: dict[int, Tensor], queued: set[str], watched: Sequence[weakref.ref[Tensor]], parameter: Tensor
+) -> None:
     """Notes the norm of a gradient: at once or, in several processes, when these have averaged all gradients.
 
     They do so in a callback at the end of the backward pass; a callback that a callback queues comes after it. Then all
@@ -65,12 +76,16 @@ def _note(norms: dict[int, Tensor], watched: Sequence[weakref.ref[Tensor]], para
     if Ranks().size == 1:
         _note_norms(norms, [parameter])
         return
-    parameters = [p for p in (ref() for ref in watched) if p is not None]
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(partial(queue, partial(_note_norms, norms, parameters)))
+    if not queued:
+        queued.add("at the end of this backward pass")
+        parameters = [p for p in (ref() for ref in watched) if p is not None]
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(partial(queue, partial(_note_norms, norms, parameters, queued)))
 
 
-def _note_norms(norms: dict[int, Tensor], parameters: Sequence[Tensor]) -> None:
+def _note_norms(norms: dict[int, Tensor], parameters: Sequence[Tensor], queued: set[str] | None = None) -> None:
+    if queued is not None:
+        queued.clear()
     for p in parameters:
         if p.grad is not None and not p.grad.is_sparse:
             norms[id(p)] = p.grad.detach().norm()

@@ -24,7 +24,7 @@ from bprong.capture.own_pass import without_autocast
 from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import integer, number, one_of, positive, takes_loss
-from bprong.distributed import Ranks, unwrapped
+from bprong.distributed import ALIKE, Ranks, unwrapped
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM, Limits
@@ -48,7 +48,7 @@ from bprong.whitening.side import SIDES, Side, SideName, Solver
 StepKind = Literal["natural", "spectral"]
 MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
 SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
-SPECTRAL_MOMENTUM = 0.95
+SPECTRAL_MOMENTUM = 0.9
 MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 
@@ -74,7 +74,7 @@ class BPRONG(Optimizer):
     step              "natural": the paper's step. "spectral": Muon's step in whitened coordinates; lr and weight_decay
                       are then as for AdamW, since each weight's step has a root mean square of 0.2 lr
     momentum          as for SGD; a velocity in ordinary coordinates. Spectral steps average gradients instead, as Muon
-                      does. None: 0, and 0.95 for spectral steps
+                      does. None: 0, and 0.9 for spectral steps
     weight_decay      decoupled, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
@@ -299,6 +299,16 @@ class BPRONG(Optimizer):
 
     def _with_batches_of_all(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches of this rank, and whether any rank has one."""
+        if self._ranks.size == 1:
+            found = self._with_batches(gradients)
+            return replace(found, any_batch=bool(found.batches))
+        if self._gradient_scale.known is None:
+            # Whoever averages gradients by hand does so after the norms were noted, which then differ between ranks.
+            noted = self._ranks.table(1, lambda: [self._gradient_scale.noted()])
+            self._gradient_scale.known = torch.allclose(noted, noted[:1], rtol=ALIKE)
+        gradients = replace(gradients, factor=self._gradient_scale.factor())
+        if not (self._whitening.measures or self._rule.communicates(gradients)):
+            return replace(self._with_batches(gradients), any_batch=True)
         found = gradients
 
         def own() -> list[float]:
@@ -306,8 +316,6 @@ class BPRONG(Optimizer):
             found = self._with_batches(gradients)
             return [float(bool(found.batches))]
 
-        if self._ranks.size > 1 and not (self._whitening.measures or self._rule.communicates(gradients)):
-            return replace(self._with_batches(gradients), any_batch=True)
         any_batch = self._ranks.sums(1, own)[0] > 0
         return replace(found, any_batch=any_batch)
 
@@ -320,8 +328,9 @@ class BPRONG(Optimizer):
         seen = [batch for batch in seen if batch.left is None or batch.left.output.numel()]  # without empty ones
         if not seen:
             return gradients
-        factor = self._gradient_scale.factor()
-        batches = self._loss.read(seen, factor or 1.0)
+        several = self._ranks.size > 1
+        factor = gradients.factor if several else self._gradient_scale.factor()
+        batches = self._loss.read(seen, factor or 1.0, alone=not several)
         return replace(gradients, factor=factor, batches=batches)
 
     def _not_called(self) -> str:
@@ -483,6 +492,14 @@ class BPRONG(Optimizer):
                 f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
             )
         self._whitening.check_state(whitening)
+        demoted = [layer for layer in self._all_layers() if layer.name in whitening["demoted"]]
+        kept = {i: set(states[key]) for i, key in enumerate(names) if key in states}
+        places = {p: i for i, p in enumerate(parameters)}
+        if demoted and not any("exp_avg" in kept.get(places.get(p, -1), ()) for x in demoted for p in x.parameters):
+            raise ValueError(
+                f"the state lacks Adam's averages of layer {demoted[0].name!r}, which was left to the fallback rule "
+                f"during training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
+            )
         others = {name: {k: v for k, v in state.items() if k != KEY} for name, state in states.items()}
         super().load_state_dict(state_dict | {"state": {name: state for name, state in others.items() if state}})
         self._rule.load_state_dict(rule, parameters)

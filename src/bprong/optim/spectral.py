@@ -132,7 +132,7 @@ SMALLEST = 1e-30  # a direction shorter than this is zero
 def check_momentum(group: Group) -> None:
     """Raises ValueError if a group has no momentum, because a single gradient is too noisy for a spectral step."""
     if not group["momentum"]:
-        raise ValueError('step="spectral" averages gradients: momentum must be above 0; the default is 0.95')
+        raise ValueError('step="spectral" averages gradients: momentum must be above 0; the default is 0.9')
 
 
 def _moved(gradients: Gradients, layers: Layers) -> list[Layer]:

@@ -270,6 +270,7 @@ class Whitening:
         self.layers.update(found)  # in the order of the model
         self.layers.changed()
         self.covered = self.layers.parameters
+        self._shard()
         self.attend()
 
     def attend(self) -> None:
@@ -307,12 +308,14 @@ class Whitening:
             self.schedule.every = period_for(seen, overhead)
 
     def _shard(self) -> None:
-        """Assigns layers to ranks, once, and leaves what this rank does not own to the others."""
-        if not self.sharded or self.ranks.size == 1 or self.layers.sharding is not None:
+        """Assigns layers to ranks, each once, and leaves what this rank does not own to the others."""
+        known = {} if self.layers.sharding is None else self.layers.sharding.owners
+        new = {name: layer for name, layer in self.layers.items() if name not in known}
+        if not self.sharded or self.ranks.size == 1 or not new:
             return
-        costs = {name: sum(side.blocks.cost for side in layer.sides) for name, layer in self.layers.items()}
-        self.layers.sharding = Sharding(self.ranks, assigned(costs, self.ranks.size))
-        for name, layer in self.layers.items():
+        costs = {name: sum(side.blocks.cost for side in layer.sides) for name, layer in new.items()}
+        self.layers.sharding = Sharding(self.ranks, {**known, **assigned(costs, self.ranks.size)})
+        for name, layer in new.items():
             for side in () if self.layers.is_own(layer) else layer.sides:
                 side.leave_to(self.layers.sharding.owners[name])
 

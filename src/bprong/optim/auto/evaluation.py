@@ -219,8 +219,7 @@ def over_ranks(ranks: Ranks, directions: int, own: Callable[[], Evaluation | Non
     rest = [x / weight for x in rest]
 
     def loss_now() -> float:
-        own_loss = [0.0] if found is None else [found.weight * found.loss_now()]
-        return ranks.sums(1, lambda: own_loss)[0] / weight
+        return ranks.sums(1, lambda: [0.0 if found is None else found.weight * found.loss_now()])[0] / weight
 
     other = "on another rank"
     return Evaluation(
