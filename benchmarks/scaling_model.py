@@ -19,7 +19,7 @@ from harness.tables import markdown
 from several_processes import WIDTHS, Row
 
 from bprong.distributed import BUCKET, NUMBERS, PANEL
-from bprong.whitening.refresh import FLAGS
+from bprong.whitening.ranks import FLAGS
 
 FLOAT32, FLOAT64 = 4, 8
 GPU = 1.25e14  # operations a second of training: 40 % of an A100's 312 · 10¹² in bfloat16

@@ -102,7 +102,7 @@ def measured(rank: int, processes: int, way: str, rounds: int, widths: Sequence[
     torch.set_num_threads(1)
     traffic = Traffic()
     if way == "replicated":
-        refresh._shared_factors = factored_by_all  # type: ignore[assignment]
+        refresh.shared_factors = factored_by_all  # type: ignore[assignment]
     model: nn.Module = perceptron(widths, "tanh", 0)
     wrapped = DistributedDataParallel(model) if processes > 1 else model
     criterion = nn.MSELoss()

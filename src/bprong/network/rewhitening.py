@@ -27,7 +27,8 @@ from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Transports, carry_, check_state, holders_for
 from bprong.network.layers import WhitenedLayer
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.refresh import measured_by_all, refresh, update
+from bprong.whitening.ranks import measured_by_all
+from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Schedule, Settings, mixed
 from bprong.whitening.side import Side, SideName
 
