@@ -9,7 +9,8 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.network.convert import fold, whiten_
 from bprong.network.layers import WhitenedConv2d, WhitenedLinear
 from bprong.network.rewhitening import Rewhitening
-from bprong.optim.optimizer import BPRONG, PRONG
+from bprong.optim.optimizer import BPRONG
+from bprong.optim.prong import PRONG
 
 __all__ = [
     "BPRONG",
