@@ -10,8 +10,7 @@ import torch
 from torch.nn.parallel import DataParallel
 
 import bprong
-from bprong.checks import integer, is_wrapper, number, one_of, pair, period, positive
-from bprong.distributed import unwrapped
+from bprong.checks import integer, is_wrapper, number, one_of, pair, period, positive, unwrapped
 from helpers import mlp
 
 

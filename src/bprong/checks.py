@@ -31,9 +31,37 @@ def pair(samples: Any) -> Any:
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether a module wraps a model to train it on several devices."""
+    return bool(_kind_of_wrapper(module))
+
+
+def _kind_of_wrapper(module: nn.Module) -> str:
     # FSDP is recognised by name, because importing torch.distributed.fsdp takes seconds.
-    sharded = any("FSDP" in kind.__name__ or "FullySharded" in kind.__name__ for kind in type(module).__mro__)
-    return sharded or isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    if any("FSDP" in kind.__name__ or "FullySharded" in kind.__name__ for kind in type(module).__mro__):
+        return "FSDP"
+    kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    return next((kind.__name__ for kind in kinds if isinstance(module, kind)), "")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel; raises ValueError for other ways of training on several devices."""
+    if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "torch.compile around DistributedDataParallel hides what the model is called with. Compile the model "
+            "itself: DistributedDataParallel(torch.compile(model))"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    for name, module in model.named_modules():
+        if kind := _kind_of_wrapper(module):
+            what = f"its module {name!r}" if name else "the model"
+            raise ValueError(
+                f"{what} is wrapped for {kind}, which is not supported. To train in several processes, wrap the whole "
+                f"model in torch.nn.parallel.DistributedDataParallel"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise ValueError(f"parameter {name!r} is a DTensor: sharded and tensor-parallel models are not supported")
+    return model
 
 
 def number(kind: str, value: float, least: float, below: float = math.inf) -> float:

@@ -395,39 +395,3 @@ class Sharding:
             for (name, i), part in zip(places, parts, strict=True):
                 found[name][i] = part.view(like[name][i].shape)
         return found
-
-
-# Which ways of training in several processes are supported ------------------------------------------------------------
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel; what cannot be trained raises ValueError and is named."""
-    if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "torch.compile around DistributedDataParallel hides what the model is called with. Compile the model "
-            "itself: DistributedDataParallel(torch.compile(model))"
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    for name, module in model.named_modules():
-        if kind := _unsupported(module):
-            where = f"its module {name!r}" if name else "the model"
-            raise ValueError(
-                f"{where} is wrapped for {kind}, which is not supported. Several processes are supported with "
-                f"torch.nn.parallel.DistributedDataParallel around the whole model"
-            )
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
-            raise ValueError(f"parameter {name!r} is a DTensor: sharded and tensor-parallel models are not supported")
-    return model
-
-
-def _unsupported(module: nn.Module) -> str:
-    if isinstance(module, nn.DataParallel):
-        return "DataParallel"
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return "DistributedDataParallel inside of the model"
-    # FSDP is recognised by name, because importing torch.distributed.fsdp takes seconds.
-    if any("FSDP" in kind.__name__ or "FullySharded" in kind.__name__ for kind in type(module).__mro__):
-        return "FSDP"
-    return ""

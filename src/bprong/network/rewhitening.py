@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from bprong.capture.backprop import Fisher
 from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import integer, number, one_of, pair, takes_loss
-from bprong.distributed import Ranks, unwrapped
+from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
+from bprong.distributed import Ranks
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss

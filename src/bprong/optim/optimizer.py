@@ -23,8 +23,8 @@ from bprong.capture.output import Head, Key
 from bprong.capture.own_pass import without_autocast
 from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, covered_weights
-from bprong.checks import integer, number, one_of, positive, takes_loss
-from bprong.distributed import ALIKE, Ranks, unwrapped
+from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapped
+from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM, Limits
