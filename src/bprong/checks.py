@@ -36,14 +36,20 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def _kind_of_wrapper(module: nn.Module) -> str:
     # FSDP is recognised by name, because importing torch.distributed.fsdp takes seconds.
-    if any("FSDP" in kind.__name__ or "FullySharded" in kind.__name__ for kind in type(module).__mro__):
-        return "FSDP"
+    names = {kind.__name__ for kind in type(module).__mro__}
+    if "FSDPModule" in names:
+        return "fully_shard"
+    if any("FullySharded" in name for name in names):
+        return "FullyShardedDataParallel"
     kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     return next((kind.__name__ for kind in kinds if isinstance(module, kind)), "")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel; raises ValueError for other ways of training on several devices."""
+def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
+    """The model inside of DistributedDataParallel; raises ValueError for other ways of training on several devices.
+
+    fully_sharded: whether a model that was sharded as a whole by FSDP2's `fully_shard` is accepted too
+    """
     if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
         raise ValueError(
             "torch.compile around DistributedDataParallel hides what the model is called with. Compile the model "
@@ -51,17 +57,41 @@ def unwrapped(model: nn.Module) -> nn.Module:
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
+    elif fully_sharded and _kind_of_wrapper(model) == "fully_shard":
+        _check_slices(model)
+        return model
     for name, module in model.named_modules():
         if kind := _kind_of_wrapper(module):
             what = f"its module {name!r}" if name else "the model"
             raise ValueError(
                 f"{what} is wrapped for {kind}, which is not supported. To train in several processes, wrap the whole "
                 f"model in torch.nn.parallel.DistributedDataParallel"
+                + (", or shard the whole model too: fully_shard(model)" if fully_sharded else "")
             )
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
-            raise ValueError(f"parameter {name!r} is a DTensor: sharded and tensor-parallel models are not supported")
+        if _is_dtensor(parameter):
+            raise ValueError(f"parameter {name!r} is a DTensor: tensor-parallel models are not supported")
     return model
+
+
+def _check_slices(model: nn.Module) -> None:
+    """Raises ValueError unless every parameter is split between all ranks, along one dimension."""
+    for name, module in model.named_modules():
+        if (kind := _kind_of_wrapper(module)) not in ("", "fully_shard"):
+            raise ValueError(f"its module {name!r} is wrapped for {kind}, which cannot be combined with fully_shard")
+    for name, p in model.named_parameters():
+        if not _is_dtensor(p):
+            raise ValueError(f"parameter {name!r} is not sharded; fully_shard(model) without ignored_params does that")
+        placements = cast(Any, p).placements
+        if len(placements) != 1 or type(placements[0]).__name__ != "Shard":
+            raise ValueError(
+                f"parameter {name!r} is placed {placements} on a mesh of {len(placements)} dimensions. Shard over a "
+                f"mesh of one dimension; HSDP and tensor parallelism are not supported"
+            )
+
+
+def _is_dtensor(parameter: Any) -> bool:
+    return type(parameter.data).__name__ == "DTensor"
 
 
 def number(kind: str, value: float, least: float, below: float = math.inf) -> float:

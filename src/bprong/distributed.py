@@ -47,7 +47,10 @@ class Ranks:
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
         """The ranks that a model is trained by."""
-        return cls(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
+        found = cls(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
+        mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+        found._group = found._group if mesh is None else mesh.get_group()
+        return found
 
     def __reduce__(self) -> tuple[type[Ranks], tuple[()]]:
         return Ranks, ()  # a group of processes cannot be copied
@@ -120,6 +123,14 @@ class Ranks:
         with self._together():
             dist.broadcast(sent, source, group=self._group)
         return sent.to(values.device)
+
+    def exchanged(self, values: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """What each rank has sent to this one; values: a vector for each rank; sizes: of what comes from each."""
+        sent = torch.cat(list(values)).to(self.device)
+        found = sent.new_empty(sum(sizes))
+        with self._together():
+            dist.all_to_all_single(found, sent, list(sizes), [len(own) for own in values], group=self._group)
+        return torch.split(found.to(values[0].device), list(sizes))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -352,46 +363,3 @@ def _factor_of(numbers: Sequence[float], tensor: Tensor, blocks: Blocks, like: T
     name = list(TENSORS)[int(numbers[0]) - 1]
     values = dict(zip(TENSORS[name], numbers[4:], strict=False))
     return factor_of_state({name: tensor} | values, blocks, like)
-
-
-# Sharding -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Each rank keeps the factors of some layers, and computes what these need.
-
-    owners: the rank of each layer, by name
-    """
-
-    ranks: Ranks
-    owners: Mapping[str, int]
-
-    def is_own(self, name: str) -> bool:
-        return self.owners[name] == self.ranks.rank
-
-    def exchanged(
-        self, like: Mapping[str, Sequence[Tensor]], own: Mapping[str, Sequence[Tensor]]
-    ) -> dict[str, list[Tensor]]:
-        """The tensors of each layer, from its owner, on all ranks.
-
-        like: tensors of the same shapes and dtypes, known to all ranks
-        own:  those of the layers that this rank owns
-        """
-        found: dict[str, list[Tensor]] = {name: list(tensors) for name, tensors in like.items()}
-        kinds = {(self.owners[name], t.dtype, t.device) for name, tensors in like.items() for t in tensors}
-        for owner, dtype, device in sorted(kinds, key=str):
-            places = [
-                (name, i)
-                for name, tensors in like.items()
-                for i, t in enumerate(tensors)
-                if (self.owners[name], t.dtype, t.device) == (owner, dtype, device)
-            ]
-            sizes = [like[name][i].numel() for name, i in places]
-            buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
-            if owner == self.ranks.rank:
-                buffer = torch.cat([own[name][i].reshape(-1) for name, i in places])
-            parts = torch.split(self.ranks.received(buffer, owner), sizes)
-            for (name, i), part in zip(places, parts, strict=True):
-                found[name][i] = part.view(like[name][i].shape)
-        return found

@@ -26,11 +26,9 @@ class PlainDescent(StepRule):
 
     def step_(self, gradients, layers):
         self.steps += 1
-        steps = {p: -g for p, g in gradients.values.items()}
-        for layer, (d_W, d_b) in layers.directions(gradients.values).items():
-            layer.write_step(d_W, d_b, steps)
-        for p, step in steps.items():
-            p.add_(step, alpha=float(gradients.groups[p]["lr"]))
+        rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}
+        for p, step in (gradients.values | layers.steps(gradients.values, rates)).items():
+            p.sub_(step, alpha=rates[p])
 
     def state_dict(self, parameters):
         return {"steps": self.steps}

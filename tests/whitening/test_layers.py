@@ -58,9 +58,9 @@ def test_the_step_is_the_formula_of_the_paper_in_ordinary_coordinates():
     delta_W = -torch.linalg.inv(D) @ (g_W - torch.outer(g_b, c)) @ torch.linalg.inv(Z)
     delta_b = -torch.linalg.inv(D) @ g_b - delta_W @ c
     steps = {}
-    layer.write_step(*layer.direction(gradients), steps)
-    assert_close(steps[layer.weight], delta_W, 1e-12)
-    assert_close(steps[layer.bias], delta_b, 1e-12)
+    layer.write(*layer.direction(gradients), steps)
+    assert_close(steps[layer.weight], -delta_W, 1e-12)
+    assert_close(steps[layer.bias], -delta_b, 1e-12)
     assert_close(layer.centred(g_W, g_b), g_W - torch.outer(g_b, c), 1e-15)
 
 
@@ -121,13 +121,13 @@ def test_the_parts_of_a_packed_weight_fill_one_step():
     steps = {}
     directions = {layer: (torch.randn(4, 4, dtype=f64), torch.randn(4, dtype=f64)) for layer in (q, v)}
     for layer, direction in directions.items():
-        layer.write_step(*direction, steps)
+        layer.write(*direction, steps)
     weight = steps[attention.in_proj_weight]
     bias = steps[attention.in_proj_bias]
     for i, layer in enumerate((q, k, v)):
         d_W, d_b = directions.get(layer, (torch.zeros(4, 4), torch.zeros(4)))
-        assert_close(weight[4 * i : 4 * i + 4], -d_W, 0)
-        assert_close(bias[4 * i : 4 * i + 4], -d_b, 0)
+        assert_close(weight[4 * i : 4 * i + 4], d_W, 0)
+        assert_close(bias[4 * i : 4 * i + 4], d_b, 0)
 
 
 def test_a_failing_side_warns_once_and_raises_after_several_failures():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bprong.capture.weights import WeightMatrix, covered_weights
 from bprong.checks import integer
 from bprong.linalg.blocks import MAX_DIM, Limits
+from bprong.sharding import written_type
 
 FALLBACK = "fallback: Adam"
 
@@ -151,7 +152,7 @@ def _reason(parameter: Tensor, holders: Mapping[str, nn.Module], covered: bool) 
     """holders: the modules that hold a parameter, by the name that it has there"""
     if len(holders) != 1:
         return f"tied: {', '.join(holders)}" if holders else "not the model's"
-    (kind,) = map(type, holders.values())
+    (kind,) = map(written_type, holders.values())
     reasons = {
         "in an Embedding with scale_grad_by_freq or sparse=True": kind is nn.Embedding and not covered,
         "complex": parameter.is_complex(),

@@ -22,6 +22,7 @@ from bprong.capture.own_pass import recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import Moments, Sums
+from bprong.sharding import is_sliced
 
 
 @dataclass
@@ -198,12 +199,12 @@ def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> d
 
 
 def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
-    """The names of the weights with a gradient, of themselves or of their bias, that is not zero."""
+    """The names of the weights with a gradient, of themselves or of their bias, that is not zero, or sharded."""
     return [
         weight.name
         for weight in weights
         if any(
-            p is not None and p.grad is not None and bool(own(p.grad).any())
+            p is not None and p.grad is not None and (is_sliced(p.grad) or bool(own(p.grad).any()))
             for own, p in ((weight.own, weight.weight), (weight.vector, weight.bias))
         )
     ]

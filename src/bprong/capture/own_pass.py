@@ -122,6 +122,8 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
             for hooks, key, _ in list(_users_hooks(model)):
                 if key not in _CHANGING:
                     del hooks[key]
+            for hooks, key in list(_hooks_of_fsdp(model)):
+                del hooks[key]
             yield
         finally:
             with torch.no_grad():
@@ -139,8 +141,17 @@ def _users_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Callab
     everywhere = [d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)]
     for hooks in (*_GLOBAL_HOOKS, *everywhere):
         for key, hook in hooks.items():
-            if not getattr(getattr(hook, "func", hook), "__module__", "").startswith(("torch.", "bprong.")):
+            source = getattr(getattr(hook, "func", hook), "__module__", "")
+            if not source.startswith(("torch.", "bprong.")):
                 yield hooks, key, hook
+
+
+def _hooks_of_fsdp(model: nn.Module) -> Iterator[tuple[dict[int, Any], int]]:
+    """Those that gather and release the parameters of a sharded model, which is whole in a pass of our own."""
+    for hooks in (d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)):
+        for key, hook in hooks.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+                yield hooks, key
 
 
 @contextmanager

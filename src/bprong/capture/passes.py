@@ -30,6 +30,7 @@ from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.loss import Loss
+from bprong.sharding import is_sharded, leaves, local
 
 
 class Meter(Protocol):
@@ -106,6 +107,7 @@ class Batches:
         self.observed: list[Batch] = []
         self.reached: list[Pass] = []
         self.unread: str | None = None  # why no output was found in what the model returned
+        self._leaves = leaves(model) if is_sharded(model) else []
         self._loss_is_inside = True  # until a call shows otherwise
         self.listener = Listener(self)
 
@@ -179,8 +181,12 @@ class Batches:
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         arguments = Arguments(args, kwargs, autocast)
         begun = Pass(arguments, _versions(arguments), ExitStack())
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self.model.modules()):
-            begun.calls = Calls(weights, formulas=False)  # they cannot be seen in compiled modules
+        if self._leaves or any(
+            hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self.model.modules()
+        ):
+            # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
+            # gradients, and gather parameters as often as this rank's batch asks for.
+            begun.calls = Calls(weights, formulas=False)
             begun.calls.opaque = True
         elif weights or self._loss_is_inside:
             begun.calls = begun.recording.enter_context(recorded_calls(weights, formulas=False))
@@ -246,7 +252,7 @@ class Batches:
         If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
         `.grad`.
         """
-        accumulates = destination(self.model.parameters())
+        accumulates = destination(self._leaves or self.model.parameters())
         if begun.output is None or accumulates is None:  # it was used by an earlier step, or this is not training
             return
         if not accumulates and any(one.accumulated for one in self.reached):
@@ -339,7 +345,7 @@ def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient
 
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:
-    return not any(p.grad is not None and bool(p.grad.any()) for p in sorted(parameters, key=Tensor.numel))
+    return not any(p.grad is not None and bool(local(p.grad).any()) for p in sorted(parameters, key=Tensor.numel))
 
 
 def _length(batch: Batch) -> int:

@@ -11,7 +11,7 @@ Parameters of all other modules follow the fallback rule.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bprong.linalg.blocks import Blocks, Limits
+from bprong.sharding import written_type
 
 COVERED = (
     "these can be: Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention and recurrent cells with real weights "
@@ -61,6 +62,17 @@ class WeightMatrix:
     def is_trained(self) -> bool:
         return any(p is not None and p.requires_grad for p in (self.weight, self.bias))
 
+    @property
+    def shape(self) -> Sequence[int]:
+        """That of `own(weight)`."""
+        return _own_shape(self.weight.shape, self.rows)
+
+    def of(self, other: Mapping[Tensor, Tensor]) -> WeightMatrix:
+        """The same matrix in other parameters, given by those that they stand for."""
+        if self.weight not in other:
+            return self
+        return replace(self, weight=other[self.weight], bias=None if self.bias is None else other[self.bias])
+
     def own(self, values: Tensor) -> Tensor:
         """This matrix's part of a tensor shaped like the parameter, as a view."""
         return values if self.rows is None else values[self.rows]
@@ -93,7 +105,7 @@ class WeightMatrix:
 
     def shaped(self, matrix: Tensor) -> Tensor:
         """The inverse of `matrix`: a matrix in the shape of `own(weight)`."""
-        return matrix.T if self.transposed else matrix.reshape(self.own(self.weight).shape)
+        return matrix.T if self.transposed else matrix.reshape(*self.shape)
 
     def cost(self, backward: bool) -> dict[str, int]:
         """What whitening this weight takes with exact inverses, on both sides or (backward=False) on the inputs only.
@@ -116,8 +128,9 @@ class WeightMatrix:
 
 def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = None) -> list[WeightMatrix]:
     """The weights that a module holds itself; none unless its exact type is supported or registered."""
-    registered = (make for kind, make in reversed(REGISTERED.values()) if kind is type(module))
-    make = next(registered, _MAKERS.get(type(module)))
+    own = written_type(module)
+    registered = (make for kind, make in reversed(REGISTERED.values()) if kind is own)
+    make = next(registered, _MAKERS.get(own))
     found = () if make is None else make(module, limits or Limits())
     return [replace(weight, name=".".join(filter(None, (name, weight.name)))) for weight in found]
 
@@ -154,12 +167,19 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
 # One function for each kind of module -------------------------------------------------------------------------------
 
 
+def _own_shape(shape: torch.Size, rows: slice | int | None) -> Sequence[int]:
+    """The shape of some rows of a tensor, without indexing it, which would gather a sharded one."""
+    if isinstance(rows, slice):
+        return len(range(*rows.indices(shape[0]))), *shape[1:]
+    return shape if rows is None else shape[1:]
+
+
 def _dense(
     name: str, weight: Tensor, bias: Tensor | None, limits: Limits,
     rows: slice | int | None = None, transposed: bool = False,
 ) -> WeightMatrix:  # fmt: skip
     """A matrix that a parameter, or a part of one, holds as it is or transposed."""
-    shape = (weight if rows is None else weight[rows]).shape
+    shape = _own_shape(weight.shape, rows)
     outputs, inputs = map(limits.blocks, reversed(shape) if transposed else shape)
     return WeightMatrix(name, weight, bias, inputs, outputs, rows, rows, transposed)
 
@@ -172,7 +192,7 @@ def _linear(
 
 
 def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
-    inputs = limits.blocks(module.groups * W[0].numel(), module.groups, W[0, 0].numel())
+    inputs = limits.blocks(module.groups * W.shape[1:].numel(), module.groups, W.shape[2:].numel())
     yield WeightMatrix("", W, b, inputs, limits.blocks(len(W), module.groups))
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from bprong.distributed import Sharding
 from bprong.linalg.moments import float64_device
+from bprong.sharding import Form, Sharding, from_owners
 from bprong.whitening.layers import Layer
 from bprong.whitening.side import Side
 
@@ -107,8 +107,10 @@ def exchanged_layers(
         if place < 0 or layer.name not in sharding.owners:
             continue
         tensors, structure = tree_flatten(entries[place]["layers"][number])
-        (received,) = sharding.exchanged({layer.name: tensors}, {layer.name: tensors}).values()
-        found[place]["layers"] = found[place]["layers"] | {number: tree_unflatten(received, structure)}
+        own = dict(enumerate(tensors))
+        owners = dict.fromkeys(own, sharding.owners[layer.name])
+        received = from_owners(sharding.ranks, owners, {i: Form.of(t) for i, t in own.items()}, own)
+        found[place]["layers"] = found[place]["layers"] | {number: tree_unflatten(received.values(), structure)}
     return found
 
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.moments import to_float64
+from bprong.optim.directions import dot, norm
 from bprong.optim.fallback import Fallback
 from bprong.optim.rules import GivenDamping, Gradients, States, StepRule
-from bprong.whitening.layers import Layer, Layers, WeightAndBias
+from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.side import Side
 
 
 class FixedRate(StepRule):
-    """p ← p − η v with momentum v, as torch's SGD, but in coordinates whose inputs are centred at c.
+    """p ← p − η v with momentum v, as torch's SGD, of the preconditioned gradients.
+
+    v is a velocity in ordinary coordinates, which a new whitener leaves as it is.
 
     max_step: a bound on the length of each step in the Fisher metric, momentum included; None: no bound
     """
@@ -40,22 +42,25 @@ class FixedRate(StepRule):
                 _momentum(p, gradients.states)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
-        directions = layers.directions(gradients.values)
-        scale = self._scale(directions, gradients)
+        groups = gradients.groups
+        rates = {p: float(group["lr"]) for p, group in groups.items()}
+        directions = layers.steps(gradients.values, rates)
+        rates = layers.units(rates)
+        scale = self._scale(directions, rates, gradients)
         steps = _Steps()
-        covered = set()
-        for layer, (d_W, d_b) in directions.items():
-            covered.update(layer.parameters)
-            _add_layer(layer, _times(scale, d_W), _times(scale, d_b), gradients, steps)
+        for p, d in directions.items():
+            _decay_(p, groups[p])
+            steps.add(p, *_velocity(p, d, scale, rates[p], groups[p], gradients.states))
+        for layer in layers.values() if gradients.noted else ():
+            if layer.weight in directions:
+                layer.step_norm = steps.norm(layer.weight, layer.linear.own)
         steps.make_()
-        for parameter in gradients.values.keys() - covered:
-            group = gradients.groups[parameter]
-            _decay_(parameter, group)
-            self._fallback.step_(
-                parameter, gradients.values[parameter], gradients.states[parameter], float(group["lr"])
-            )
+        for p, g in gradients.values.items():
+            if p not in directions:
+                _decay_(p, groups[p])
+                self._fallback.step_(p, g, gradients.states[p], float(groups[p]["lr"]))
 
-    def _scale(self, directions: Mapping[Layer, WeightAndBias], gradients: Gradients) -> float:
+    def _scale(self, directions: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
         """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
@@ -63,24 +68,11 @@ class FixedRate(StepRule):
         """
         if self._max_step is None:
             return 1.0
-        squared = 0.0
-        groups = gradients.groups.values()
-        momentum = max(float(group["momentum"]) for group in groups)
-        scheduled = max(_scheduled(group) for group in groups)
-        for layer, (d_W, d_b) in directions.items():
-            g_W, g_b = layer.gradients(gradients.values)
-            if g_W is not None and d_W is not None:
-                lr = gradients.groups[layer.weight]["lr"]
-                squared += lr**2 * _product(layer.centred(g_W, g_b), d_W)
-            if g_b is not None and d_b is not None and layer.bias is not None:
-                squared += gradients.groups[layer.bias]["lr"] ** 2 * _product(g_b, d_b)
+        groups = gradients.groups
+        momentum = max(float(group["momentum"]) for group in groups.values())
+        scheduled = max(_scheduled(group) for group in groups.values())
+        squared = dot(gradients.values, directions, {p: rate**2 for p, rate in rates.items()})
         return min(1.0, (1 - momentum) * scheduled * self._max_step / math.sqrt(max(squared, 1e-300)))
-
-
-def _product(a: Tensor, b: Tensor) -> float:
-    """The sum of the products of two tensors' entries; in float64 if it overflows otherwise."""
-    found = float((a * b).sum())
-    return found if math.isfinite(found) else float((to_float64(a) * to_float64(b)).sum())
 
 
 def _scheduled(group: Mapping[str, Any]) -> float:
@@ -93,44 +85,15 @@ def _scheduled(group: Mapping[str, Any]) -> float:
     return min(1.0, float(group["lr"]) / highest) if highest else 1.0
 
 
-def _add_layer(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, gradients: Gradients, steps: _Steps) -> None:
-    """Adds the steps of W and b along their directions: Δb = −η_b d_b − ΔW c, d_b being seen from the centre c."""
-    linear = layer.linear
-    v_W = None
-    lr = 0.0
-    if d_W is not None:
-        group = gradients.groups[layer.weight]
-        lr = group["lr"]
-        v_W = _velocity(layer.weight, linear.own, linear.shaped(d_W), group, gradients.states)
-        W = linear.own(layer.weight)
-        _decay_(W, group)
-        steps.add(W, v_W, lr)
-        if gradients.noted:
-            layer.step_norm = lr * float(v_W.norm())
-    if d_b is None or layer.bias is None:
-        return
-    group = gradients.groups[layer.bias]
-    b = linear.vector(layer.bias)
-    v_b = _velocity(layer.bias, linear.vector, d_b, group, gradients.states)
-    _decay_(b, group)
-    if v_W is None or layer.c is None:
-        steps.add(b, v_b, group["lr"])
-    elif lr == group["lr"] and v_W.ndim == 2 and not (linear.transposed or linear.computed):
-        steps.add(b, torch.addmv(v_b, v_W.to(v_b.dtype), layer.c.to(v_b.dtype), alpha=-1), lr)
-    else:
-        steps.add(b, v_b, group["lr"])
-        b.add_(linear.times(v_W.to(b.dtype), layer.c.to(b.dtype)), alpha=lr)
-
-
 def _velocity(
-    parameter: Tensor, own: Callable[[Tensor], Tensor], direction: Tensor, group: Mapping[str, Any], states: States
-) -> Tensor:
-    """What the layer's own part of a parameter moves by, per unit of learning rate."""
+    parameter: Tensor, direction: Tensor, scale: float, lr: float, group: Mapping[str, Any], states: States
+) -> tuple[Tensor, float]:
+    """What a parameter moves by, and the learning rate to multiply it by; scale: of the direction."""
     beta = group["momentum"]
     if not beta:
-        return direction
-    velocity = own(_momentum(parameter, states)).mul_(beta).add_(direction)
-    return direction.add(velocity, alpha=beta) if group["nesterov"] else velocity
+        return direction, lr * scale
+    velocity = _momentum(parameter, states).mul_(beta).add_(direction, alpha=scale)
+    return (torch.add(velocity.mul(beta), direction, alpha=scale) if group["nesterov"] else velocity), lr
 
 
 def _momentum(parameter: Tensor, states: States) -> Tensor:
@@ -146,20 +109,24 @@ class _Steps:
     """p ← p − η v for many tensors at once, those with one learning rate together."""
 
     def __init__(self) -> None:
-        self._by_lr: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        self._by_parameter: dict[Tensor, tuple[Tensor, float]] = {}
 
     def add(self, parameter: Tensor, velocity: Tensor, lr: float) -> None:
-        parameters, velocities = self._by_lr.setdefault(lr, ([], []))
-        parameters.append(parameter)
-        velocities.append(velocity.to(parameter.dtype))
+        self._by_parameter[parameter] = velocity.to(parameter.dtype), lr
+
+    def norm(self, parameter: Tensor, own: Callable[[Tensor], Tensor]) -> float:
+        """The length of the step of a part of a parameter."""
+        velocity, lr = self._by_parameter[parameter]
+        return lr * norm(velocity, own)
 
     def make_(self) -> None:
-        for lr, (parameters, velocities) in self._by_lr.items():
+        by_lr: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for parameter, (velocity, lr) in self._by_parameter.items():
+            parameters, velocities = by_lr.setdefault(lr, ([], []))
+            parameters.append(parameter)
+            velocities.append(velocity)
+        for lr, (parameters, velocities) in by_lr.items():
             torch._foreach_sub_(parameters, velocities, alpha=lr)
-
-
-def _times(scale: float, direction: Tensor | None) -> Tensor | None:
-    return direction if direction is None or scale == 1 else direction * scale
 
 
 def _decay_(parameter: Tensor, group: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bprong.distributed import Ranks
+from bprong.sharding import local
 
 WATCHED = 4  # parameters
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
@@ -49,16 +50,24 @@ class GradientScale:
         """The sum of the norms that were noted since the last call of `factor`."""
         return sum(float(norm) for norm in self._norms.values())
 
-    def factor(self) -> float | None:
-        """The factor since the last call; None if parameters differ in it, 1 if no parameter has a gradient."""
+    def factor(self, ranks: Ranks | None = None) -> float | None:
+        """The factor since the last call; None if parameters differ in it, 1 if no parameter has a gradient.
+
+        ranks: the processes of which each has a slice of every gradient
+        """
         if self.known is False:
             self._norms.clear()
             return 1.0
         norms = [(self._norms.pop(id(p), None), p.grad) for p in self._watched]
         ratios = [
-            float(g.norm()) / (float(before) or math.inf) for before, g in norms if before is not None and g is not None
+            float(local(g).norm()) / (float(before) or math.inf)
+            for before, g in norms
+            if before is not None and g is not None
         ]
         found = [ratio for ratio in ratios if 0 < ratio < math.inf]
+        if ranks is not None:
+            own = [min(found), max(found)] if found else [0.0, 0.0]
+            found = [ratio for ratio in ranks.table(2, lambda: own).flatten().tolist() if ratio]
         tolerance = max((4 * torch.finfo(p.dtype).eps for p in self._watched), default=0.0)
         if found and max(found) > (1 + max(ROUNDING, tolerance)) * min(found):
             return None
@@ -88,4 +97,4 @@ def _note_norms(norms: dict[int, Tensor], parameters: Sequence[Tensor], queued: 
         queued.clear()
     for p in parameters:
         if p.grad is not None and not p.grad.is_sparse:
-            norms[id(p)] = p.grad.detach().norm()
+            norms[id(p)] = local(p.grad.detach()).norm()

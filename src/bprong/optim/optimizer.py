@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirection
+from bprong.sharding import is_sharded, local, reshard, summed
 from bprong.whitening.layers import PATIENCE, Layer, Layers
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 from bprong.whitening.schedule import Schedule
@@ -135,8 +136,10 @@ class BPRONG(Optimizer):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         self._check_model(model)
-        self._ranks = Ranks.of(model)
-        model = unwrapped(model)
+        given = model
+        model = unwrapped(given, fully_sharded=True)
+        self._ranks = Ranks.of(given)
+        self._sharded = is_sharded(model)
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
         one_of("solver", solver, get_args(Solver))
@@ -245,6 +248,10 @@ class BPRONG(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._processes is None:
+            unwrapped(self._model, self._sharded)  # it may have been sharded since the optimizer was made
+        if self._sharded:
+            reshard(self._model)
         gradients = self._gradients()
         if not self._acceptable(gradients):
             if gradients.t == 0:
@@ -265,7 +272,7 @@ class BPRONG(Optimizer):
         with without_autocast(next(iter(gradients.values)).device.type):
             several = self._ranks.size > 1
             if whitening.measures if several else gradients.batches or whitening.recorded:
-                whitening.refresh(gradients.batches, self._rule.damping, self._take)
+                whitening.refresh(gradients.batches, self._rule.damping, _take)
                 start = time.perf_counter()
             if gradients.t == 0:
                 self._warn_of_fallback()
@@ -288,9 +295,7 @@ class BPRONG(Optimizer):
         """Raises RuntimeError if training goes on with another number of processes: their states would differ."""
         size = self._ranks.size
         self._ranks.check()
-        if self._processes is None:
-            unwrapped(self._model)  # it may have been sharded since the optimizer was made
-        elif size != self._processes:
+        if self._processes is not None and size != self._processes:
             raise RuntimeError(
                 f"the first steps were made by {self._processes} processes, and this one by {size}. Start "
                 f"torch.distributed before the first step, or load a checkpoint into a new optimizer"
@@ -302,11 +307,11 @@ class BPRONG(Optimizer):
         if self._ranks.size == 1:
             found = self._with_batches(gradients)
             return replace(found, any_batch=bool(found.batches))
-        if self._gradient_scale.known is None:
+        if self._gradient_scale.known is None and not self._sharded:
             # Whoever averages gradients by hand does so after the norms were noted, which then differ between ranks.
             noted = self._ranks.table(1, lambda: [self._gradient_scale.noted()])
             self._gradient_scale.known = torch.allclose(noted, noted[:1], rtol=ALIKE)
-        gradients = replace(gradients, factor=self._gradient_scale.factor())
+        gradients = replace(gradients, factor=self._gradient_scale.factor(self._ranks if self._sharded else None))
         if not (self._whitening.measures or self._rule.communicates(gradients)):
             return replace(self._with_batches(gradients), any_batch=True)
         found = gradients
@@ -352,11 +357,12 @@ class BPRONG(Optimizer):
             raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
         if not values:
             return False
-        sizes = _sizes(values)
-        if math.isfinite(sum(sizes)):
+        if math.isfinite(summed(sum(_sizes(list(map(local, values)))), values)):
             self._refused = 0
-            return gradients.t > 0 or any(bool(g.any()) for g in values)
-        bad = [self._name_of(p) for p, g in gradients.values.items() if not g.isfinite().all()]
+            return gradients.t > 0 or summed(any(bool(local(g).any()) for g in values), values) > 0
+        bad = [
+            self._name_of(p) for p, g in gradients.values.items() if summed(float(not local(g).isfinite().all()), [g])
+        ]
         if not bad:  # every number is finite, but the square of one overflows
             return True
         self._refused += 1
@@ -400,22 +406,6 @@ class BPRONG(Optimizer):
         self._batches.listener.wanted = self._whitening.due or self._rule.reads_every_batch
 
     # Statistics -------------------------------------------------------------------------------------------------------
-
-    def _take(self, layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
-        """Puts a new factor into force, and lets the momentum of the bias follow a new centre c."""
-        c_before = layer.c
-        layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
-        buffers = [self.state.get(p, {}).get("momentum_buffer") for p in layer.parameters]
-        if layer.c is c_before or layer.bias is None or any(buffer is None for buffer in buffers):
-            return
-        # The buffer of the bias is a velocity in coordinates centred at c; in ordinary ones it must not change.
-        v_W = layer.linear.own(buffers[0])
-        moved = cast(Tensor, (0 if layer.c is None else layer.c) - (0 if c_before is None else c_before)).to(v_W)
-        rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
-        weight_rate = rates[layer.weight]
-        bias_rate = rates[layer.bias]
-        ratio = weight_rate / bias_rate if bias_rate else float(weight_rate == bias_rate)
-        layer.linear.vector(buffers[1]).add_(layer.linear.times(v_W, moved), alpha=ratio)
 
     def observe(self, x: Any, y: Tensor | None = None) -> None:
         """Gives the batch to measure at the next step, instead of what the model was called with.
@@ -538,8 +528,14 @@ _OWN = (
     "_ranks",
     "_refused",
     "_rule",
+    "_sharded",
     "_whitening",
 )
+
+
+def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
+    """Puts a new factor into force."""
+    layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
 
 
 def _sizes(gradients: list[Tensor]) -> list[float]:

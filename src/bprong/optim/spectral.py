@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.orthogonal import Whitened, whitened_msgn
+from bprong.optim.directions import norm
 from bprong.optim.fallback import Fallback
 from bprong.optim.rules import GivenDamping, Gradients, Group, States, StepRule
-from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.layers import Layer, Layers, WeightAndBias
 from bprong.whitening.side import Side
 
 Power = Literal["half", "whole"]
@@ -58,28 +60,33 @@ class SpectralDirection:
         moved = _moved(gradients, layers)
         weights = {layer.weight for layer in moved}
         averages = _averages([p for layer in moved for p in layer.parameters if p in gradients.values], gradients)
-        directions = self._directions(moved, layers, averages)
         steps = {
             p: self.fallback.direction(g, gradients.states[p], self.fallback.rate * rates[p])
             for p, g in gradients.values.items()
             if p not in weights
         }
-        for layer in moved:
-            self._write(layer, directions[layer.name], rates[layer.weight], steps)
+        compute = partial(self._directions, [layer for layer in moved if layers.is_own(layer)], rates)
+        # What is left of a bias is what centring asks for, at the rate of its weight.
+        for p, step in layers.by_parameter(averages, compute, {}).items():
+            steps[p] = steps[p] + step if p in steps else step
         return steps
 
     def _directions(
-        self, moved: Sequence[Layer], layers: Layers, averages: Mapping[Tensor, Tensor]
-    ) -> dict[str, Tensor]:
-        """Rᵀ msgn(R M Uᵀ) U of each layer, by name; if layers are sharded, each from its owner."""
-        own = [layer for layer in moved if layers.is_own(layer)]
-        found = whitened_msgn([self._whitened(layer, averages) for layer in own])
-        by_name = {layer.name: d for layer, d in zip(own, found, strict=True)}
-        if layers.sharding is None:
-            return by_name
-        like = {layer.name: [M for M in layer.gradients(averages)[:1] if M is not None] for layer in moved}
-        exchanged = layers.sharding.exchanged(like, {name: [d] for name, d in by_name.items()})
-        return {name: d for name, (d,) in exchanged.items()}
+        self, layers: Sequence[Layer], rates: Mapping[Tensor, float], averages: Mapping[Tensor, Tensor]
+    ) -> dict[Layer, WeightAndBias]:
+        """−η s Rᵀ msgn(R M Uᵀ) U of each layer, and zero for its bias."""
+        found = whitened_msgn([self._whitened(layer, averages) for layer in layers])
+        steps = {layer: d * -rates[layer.weight] for layer, d in zip(layers, found, strict=True)}
+        if self.rms is not None:
+            steps = {
+                layer: step * (self.rms * math.sqrt(step.numel()) / d.norm().clamp(min=SMALLEST))
+                for (layer, step), d in zip(steps.items(), found, strict=True)
+            }
+        biases = (layer.gradients(averages)[1] for layer in layers)
+        return {
+            layer: (step, None if M_b is None else torch.zeros_like(M_b))
+            for (layer, step), M_b in zip(steps.items(), biases, strict=True)
+        }
 
     def _whitened(self, layer: Layer, averages: Mapping[Tensor, Tensor]) -> Whitened:
         layer.follow_dtype()
@@ -89,13 +96,6 @@ class SpectralDirection:
 
     def _metric(self, side: Side) -> Factor | None:
         return side.factor if side.factor is None or self.power == "whole" else side.factor.root
-
-    def _write(self, layer: Layer, d: Tensor, rate: float, steps: dict[Tensor, Tensor]) -> None:
-        """Adds the step of W to the steps of the fallback rule, and to that of b what centring asks for."""
-        if self.rms is not None:
-            d = d * (self.rms * math.sqrt(d.numel()) / d.norm().clamp(min=SMALLEST))
-        d_b = -layer.linear.vector(steps[layer.bias]) if layer.bias is not None and layer.bias in steps else None
-        layer.write_step(d * rate, d_b, steps)
 
 
 class Spectral(StepRule):
@@ -123,7 +123,7 @@ class Spectral(StepRule):
         torch._foreach_add_(list(steps), [step.to(p.dtype) for p, step in steps.items()])
         for layer in layers.values() if gradients.noted else ():
             if layer.weight in steps:
-                layer.step_norm = float(layer.linear.own(steps[layer.weight]).norm())
+                layer.step_norm = norm(steps[layer.weight], layer.linear.own)
 
 
 SMALLEST = 1e-30  # a direction shorter than this is zero

@@ -7,6 +7,7 @@ This is SGD in whitened coordinates, written in ordinary ones: it needs the fact
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from bprong.capture.measure import LayerMoments
 from bprong.capture.weights import WeightMatrix
-from bprong.distributed import Sharding
 from bprong.errors import WhiteningError, warn
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, RootSolver, inverses_of_equals
 from bprong.linalg.factors import Dense, Factor, shape_of_state
 from bprong.linalg.moments import Moments, add_outer, feature_means
+from bprong.sharding import Sharding
 from bprong.whitening.side import Side, Solver
 
 Item = TypeVar("Item")
@@ -63,7 +64,8 @@ class Layer:
     @property
     def like(self) -> Tensor:
         """What factors are like: the weight, in at least float32, since in bfloat16 they become indefinite."""
-        return self.weight.new_empty(0, dtype=torch.promote_types(self.weight.dtype, torch.float32))
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        return torch.empty(0, dtype=dtype, device=self.weight.device)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -132,18 +134,30 @@ class Layer:
         """g_W − g_b cᵀ = E[δ (z−c)ᵀ]."""
         return g_W if g_b is None or self.c is None else add_outer(g_W, g_b, self.c, -1)
 
-    def write_step(self, d_W: Tensor | None, d_b: Tensor | None, steps: dict[Tensor, Tensor]) -> None:
-        """Writes the step that a direction stands for, −d_W and −(d_b − d_W c), into the steps of the parameters."""
+    def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor], ratio: float = 1.0) -> None:
+        """Writes a direction, seen from the centre c, in ordinary coordinates: d_W, and d_b − ratio · d_W c.
+
+        into:   directions by parameter, of which this layer may have a part only
+        ratio:  of the learning rate of W to that of b; infinite: b follows the centre alone, −d_W c
+        """
         linear = self.linear
         if d_W is not None:
             shaped = linear.shaped(d_W)
             if linear.rows is None:
-                steps[self.weight] = -shaped
+                into[self.weight] = shaped
             else:
-                linear.own(steps.setdefault(self.weight, torch.zeros_like(self.weight))).copy_(-shaped)
-        if d_b is not None and self.bias is not None:
-            total = d_b if d_W is None or self.c is None else d_b - linear.times(shaped, self.c)
-            linear.vector(steps.setdefault(self.bias, torch.zeros_like(self.bias))).copy_(-total)
+                linear.own(_zeros_once(into, self.weight, shaped)).copy_(shaped)
+        if d_b is None or self.bias is None:
+            return
+        if ratio == math.inf:
+            d_b = torch.zeros_like(d_b)
+            ratio = 1.0
+        if d_W is not None and self.c is not None:
+            d_b = _minus_product(d_b, linear, shaped, self.c, ratio)
+        if linear.bias_rows is None:
+            into[self.bias] = d_b.reshape(self.bias.shape)
+        else:
+            linear.vector(_zeros_once(into, self.bias, d_b)).copy_(d_b)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -200,6 +214,20 @@ def precondition(
     return right.right(g_W, overwrite=mine is not None), g_b
 
 
+def _zeros_once(into: dict[Tensor, Tensor], parameter: Tensor, like: Tensor) -> Tensor:
+    """The entry of a parameter, which starts at zero."""
+    if parameter not in into:
+        into[parameter] = like.new_zeros(parameter.shape)
+    return into[parameter]
+
+
+def _minus_product(d_b: Tensor, linear: WeightMatrix, W: Tensor, c: Tensor, factor: float) -> Tensor:
+    """d_b − factor · W c."""
+    if W.ndim == 2 and not (linear.transposed or linear.computed or linear.inputs.groups > 1):
+        return torch.addmv(d_b, W.to(d_b.dtype), c.to(d_b.dtype), alpha=-factor)
+    return d_b - factor * linear.times(W, c)
+
+
 def _at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype.itemsize >= torch.float32.itemsize else values.float()
 
@@ -228,23 +256,42 @@ class Layers(dict[str, Layer]):
         """Whether this process has the factors of a layer."""
         return self.sharding is None or self.sharding.is_own(layer.name)
 
-    def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
-        """The preconditioned gradients of every layer."""
-        if self.sharding is None:
-            return self._own_directions(gradients)
-        given = {layer.name: [g for g in layer.gradients(gradients) if g is not None] for layer in self.values()}
-        own = {
-            layer.name: [d for d in found if d is not None] for layer, found in self._own_directions(gradients).items()
-        }
-        exchanged = self.sharding.exchanged(given, own)
-        found = {}
+    def steps(self, gradients: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float]) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients by parameter, in ordinary coordinates; to be subtracted, times `units(rates)`.
+
+        rates: the learning rate of each parameter, since a step of W moves b at the rate of W
+        """
+        return self.by_parameter(gradients, self.directions, rates)
+
+    def units(self, rates: Mapping[Tensor, float]) -> dict[Tensor, float]:
+        """What steps are to be multiplied by: the learning rates, but that of W for a bias whose own is zero."""
+        found = dict(rates)
         for layer in self.values():
-            parts = iter(exchanged[layer.name])
-            d_W, d_b = (None if g is None else next(parts) for g in layer.gradients(gradients))
-            found[layer] = d_W, d_b
+            if layer.bias is not None and _ratio(layer, rates) == math.inf:
+                found[layer.bias] = rates[layer.weight]
         return found
 
-    def _own_directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
+    def by_parameter(
+        self,
+        values: Mapping[Tensor, Tensor],
+        compute: Callable[[Mapping[Tensor, Tensor]], Mapping[Layer, WeightAndBias]],
+        rates: Mapping[Tensor, float],
+    ) -> dict[Tensor, Tensor]:
+        """Directions of layers as directions of whole parameters, of which several layers may have a part.
+
+        values:   of the parameters, such as gradients
+        compute:  gives the directions of layers from them; each process does so for those that it has the factors of
+        """
+        found: dict[Tensor, Tensor] = {}
+        sharding = self.sharding
+        if sharding is not None:
+            covered = self.parameters
+            values = {p: value for p, value in values.items() if p in covered}
+        for layer, (d_W, d_b) in compute(values if sharding is None else sharding.collected(values)).items():
+            layer.write(d_W, d_b, found, _ratio(layer, rates))
+        return found if sharding is None else sharding.distributed(found, values)
+
+    def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of the layers that this process has the factors of."""
         if any([layer.follow_dtype() for layer in self.values()]):  # noqa: C419  # all of them
             self.changed()
@@ -278,6 +325,14 @@ class Layers(dict[str, Layer]):
         return {"_groups": None, "sharding": None}
 
 
+def _ratio(layer: Layer, rates: Mapping[Tensor, float]) -> float:
+    """Of the learning rate of the weight to that of the bias; infinite if only the bias has a rate of zero."""
+    if layer.bias is None or layer.bias not in rates or layer.weight not in rates:
+        return 1.0
+    weight, bias = rates[layer.weight], rates[layer.bias]
+    return 1.0 if weight == bias else weight / bias if bias else math.inf
+
+
 def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:
     """The items of equal shape, where there are several."""
     equal: dict[object, list[Item]] = {}
@@ -293,7 +348,7 @@ def _is_small(side: Side) -> bool:
 def _shape_of_small(layer: Layer) -> object:
     """What layers have in common that can share their products; None for a layer that cannot share them."""
     both = (layer.forward, layer.backward)
-    if layer.linear.own(layer.weight).ndim != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
+    if len(layer.linear.shape) != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
         return None
     shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
     return shape, tuple(side.factor is None for side in both), layer.c is None

@@ -7,7 +7,7 @@ coordinates, the optimizer puts a new factor into force. `Whitening` runs the lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from bprong.capture.measure import LayerMoments, measure, merged, record, with_g
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import own_pass, random_numbers, without_autocast
 from bprong.capture.weights import WeightMatrix
-from bprong.distributed import ALONE, Ranks, Sharding, assigned
+from bprong.distributed import ALONE, Ranks, assigned
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss
@@ -31,6 +31,7 @@ from bprong.likelihood.targets import Targets
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
+from bprong.sharding import Sharding, is_sharded, is_sliced, whole
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.ranks import Centred, drifted, measured_by_all, shared_factors
 from bprong.whitening.schedule import Schedule, mixed, period_for
@@ -97,6 +98,16 @@ def refresh(
     layers.changed()
 
 
+def _sharing(layers: Iterable[Layer]) -> dict[str, str]:
+    """For each layer, by name, the first of the layers that it shares a parameter with: they have one owner."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for layer in layers:
+        found[layer.name] = next((first[p] for p in layer.parameters if p in first), layer.name)
+        first |= dict.fromkeys(layer.parameters, found[layer.name])
+    return found
+
+
 class Whitening:
     """The layers of a model that is not modified: measured, checked and refreshed as the schedule asks.
 
@@ -126,7 +137,7 @@ class Whitening:
     ) -> None:
         self.head = head
         self.ranks = ranks
-        self.sharded = sharded
+        self.sharded = sharded or is_sharded(model)
         self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
@@ -137,6 +148,7 @@ class Whitening:
         self.recorded: list[dict[str, LayerMoments]] = []
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
         self._model = model
+        self._whole: Mapping[Tensor, Tensor] = {}  # the parameters of a sharded model, in a pass of our own
         self._loss = loss
         self._likelihood = loss.likelihood
         self.attend()
@@ -179,7 +191,8 @@ class Whitening:
         new = {name for name in centred if self.layers[name].forward.moments is None}
         with self._timed("statistics"):
             own = partial(self._measured, batches, centred)
-            measured = measured_by_all(self.ranks, self.layers, self.schedule, centred, own, self._gradients)
+            with whole(self._model) as self._whole:
+                measured = measured_by_all(self.ranks, self.layers, self.schedule, centred, own, self._gradients)
             measured = self._checked(measured, new)
             if not measured:
                 return
@@ -197,8 +210,14 @@ class Whitening:
         new = {name: layer for name, layer in self.layers.items() if name not in known}
         if not self.sharded or self.ranks.size == 1 or not new:
             return
-        costs = {name: sum(side.blocks.cost for side in layer.sides) for name, layer in new.items()}
-        self.layers.sharding = Sharding(self.ranks, {**known, **assigned(costs, self.ranks.size)})
+        groups = _sharing(self.layers.values())
+        costs = dict.fromkeys((groups[name] for name in new), 0.0)
+        for name, layer in new.items():
+            costs[groups[name]] += sum(side.blocks.cost for side in layer.sides)
+        given = assigned({key: cost for key, cost in costs.items() if key not in known}, self.ranks.size)
+        owners = {name: known.get(groups[name], given.get(groups[name], 0)) for name in self.layers}
+        parameters = {p: owners[layer.name] for layer in self.layers.values() for p in layer.parameters}
+        self.layers.sharding = Sharding(self.ranks, owners, parameters)
         for name, layer in new.items():
             for side in () if self.layers.is_own(layer) else layer.sides:
                 side.leave_to(self.layers.sharding.owners[name])
@@ -209,7 +228,8 @@ class Whitening:
         return self.due or bool(with_gradient(self.layers[name].linear for name in self.unused))
 
     def _gradients(self) -> Iterator[Tensor | None]:
-        return (layer.weight.grad for layer in self.layers.values())
+        gradients = (layer.weight.grad for layer in self.layers.values())
+        return (g for g in gradients if not is_sliced(g))
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
@@ -265,13 +285,13 @@ class Whitening:
 
     def _run_again(self, index: int, batch: Batch, centred: Centred) -> dict[str, LayerMoments]:
         dtype = next(iter(self.layers.values())).weight.dtype
-        whole = Subset(examples(batch.x), examples(batch.x))
+        everything = Subset(examples(batch.x), examples(batch.x))
+        weights = {self.layers[name].linear.of(self._whole): centre for name, centre in centred.items()}
         counted = nontrivial(batch.counted(self._likelihood))
         with torch.enable_grad():
             return record(
-                self._model, {self.layers[name].linear: centre for name, centre in centred.items()},
-                copied(batch.x, whole, dtype), self._data_targets(batch), counted=counted, class_dim=batch.class_dim,
-                head=self.head, seed=self._seed(index), **self._what_to_measure(),
+                self._model, weights, copied(batch.x, everything, dtype), self._data_targets(batch), counted=counted,
+                class_dim=batch.class_dim, head=self.head, seed=self._seed(index), **self._what_to_measure(),
             )  # fmt: skip
 
     def _seed(self, index: int) -> int:
@@ -356,7 +376,7 @@ class Whitening:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry no batches."""
-        return self.__dict__ | {"recorded": []}
+        return self.__dict__ | {"recorded": [], "_whole": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that shapes the path: tensors and plain values only."""

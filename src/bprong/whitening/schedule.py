@@ -213,7 +213,7 @@ def _period(operations: float, layers: Sequence[Layer], share: float) -> int:
 
 
 def _weights(layer: Layer) -> int:
-    return layer.linear.own(layer.weight).numel()
+    return math.prod(layer.linear.shape)
 
 
 def mixed(seed: int, t: int) -> int:

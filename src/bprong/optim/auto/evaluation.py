@@ -6,7 +6,7 @@ Everything is per target and in nats, whatever multiple of the mean −log p the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -21,8 +21,9 @@ from bprong.distributed import Ranks
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Likelihood, nontrivial
 from bprong.linalg.moments import finite
-from bprong.optim.auto.linearized import Direction, Linearized, curvature, linearized, output_of
+from bprong.optim.auto.linearized import Linearized, curvature, linearized, output_of
 from bprong.optim.auto.settings import SETTINGS
+from bprong.optim.directions import Direction, gram
 from bprong.optim.rules import Group
 
 
@@ -266,34 +267,9 @@ def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | N
     return likelihood.targets(output) if counted is None else int(counted.sum())
 
 
-# Products of directions -----------------------------------------------------------------------------------------------
-
-
-def dot(a: Direction, b: Direction) -> float:
-    """The sum over all parameters that both name; of complex ones, over real and imaginary parts.
-
-    >>> p, q = torch.zeros(2), torch.zeros(1)
-    >>> dot({p: torch.tensor([1.0, 2.0]), q: torch.ones(1)}, {p: torch.tensor([3.0, 4.0])})
-    11.0
-    """
-    pairs = ((a[p], d) for p, d in b.items() if p in a)
-    return sum(float(_dot(x, y).real) for x, y in pairs)
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    return x.flatten().vdot(y.flatten()) if x.dtype == y.dtype else (x.conj() * y).sum()
-
-
 def metrics(directions: Mapping[str, Direction], groups: Mapping[Tensor, Group]) -> tuple[Tensor, Tensor]:
     """Two Gram matrices (k, k) of the directions: of their dot products, and in the metric of ½ weight_decay ‖θ‖²."""
-    decay = {p: group["weight_decay"] for p, group in groups.items() if group["weight_decay"]}
     vectors = list(directions.values())
-    decayed = ({p: d * decay[p] for p, d in vector.items() if p in decay} for vector in vectors)
-    return _gram(vectors, vectors), _gram(vectors, decayed)
-
-
-def _gram(a: Sequence[Direction], b: Iterable[Direction]) -> Tensor:
-    """aᵢᵀ bⱼ, which is symmetric, so that one half is computed."""
-    lower = [[dot(a[i], d) if i <= j else 0.0 for i in range(len(a))] for j, d in enumerate(b)]
-    found = torch.tensor(lower, dtype=torch.float64, device="cpu")
-    return found + found.tril(-1).T
+    decay = {p: float(group["weight_decay"]) for p, group in groups.items()}
+    products = gram(vectors)
+    return products, gram(vectors, decay) if any(decay.values()) else torch.zeros_like(products)

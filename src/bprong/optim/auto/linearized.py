@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bprong.capture.output import Head, laid_out
 from bprong.capture.own_pass import own_pass, random_numbers, recorded_run
 from bprong.likelihood.families import Likelihood
-
-Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
+from bprong.optim.directions import Direction
 
 
 @dataclass(frozen=True)

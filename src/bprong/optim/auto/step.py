@@ -17,13 +17,14 @@ from bprong.distributed import ALONE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
-from bprong.optim.auto.evaluation import Evaluation, declared_slope, dot, evaluate, metrics, over_ranks, why_undivided
-from bprong.optim.auto.linearized import Direction
+from bprong.optim.auto.evaluation import Evaluation, declared_slope, evaluate, metrics, over_ranks, why_undivided
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
+from bprong.optim.directions import Direction, dot, norm
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, States, StepRule
 from bprong.optim.spectral import SpectralDirection, check_momentum
+from bprong.sharding import gathered, local, summed, whole
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import evaluation_period, mixed
 from bprong.whitening.side import Side, SideName
@@ -145,11 +146,13 @@ class Automatic(StepRule):
         rule.promised = dot(values, {p: gradients.states[p][LAST] for p in self.moved})
         for layer in layers.values() if gradients.noted else ():
             if LAST in gradients.states.get(layer.weight, {}):
-                layer.step_norm = float(layer.linear.own(gradients.states[layer.weight][LAST]).norm())
+                layer.step_norm = norm(gradients.states[layer.weight][LAST], layer.linear.own)
         self.pending = {} if found is None else directions["whitened"]
         if found is None or found.loss is None:
             return
-        if not rule.update_damping(found, c, found.loss_now() - found.loss):
+        with whole(self._model):
+            loss_now = found.loss_now()
+        if not rule.update_damping(found, c, loss_now - found.loss):
             self.undo_(gradients)
 
     def communicates(self, gradients: Gradients) -> bool:
@@ -191,9 +194,11 @@ class Automatic(StepRule):
         overshot = self.rule.overshot(slope, targets)
         if overshot and not self.rule.overshoots:
             seed = self._seed(gradients, -2)
-            own = self._ranks.sums(
-                1, lambda: [declared_slope(self._model, gradients.batches, last, seed, self._head)]
-            )  # fmt: skip
+            with whole(self._model) as parameters:
+                along = self._of(parameters, last)
+                own = self._ranks.sums(
+                    1, lambda: [declared_slope(self._model, gradients.batches, along, seed, self._head)]
+                )  # fmt: skip
             self.rule.overshoots = own[0] / (scale * self._ranks.size) < slope / 2
         self.rule.follow(slope)
         return overshot and self.rule.overshoots
@@ -206,7 +211,7 @@ class Automatic(StepRule):
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
         updates = {p: gradients.states[p][LAST] for p in self.moved}
-        if not any(bool(update.any()) for update in updates.values()):
+        if not summed(any(bool(local(update).any()) for update in updates.values()), updates.values()):
             return False
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
@@ -227,18 +232,17 @@ class Automatic(StepRule):
             return {"whitened": self._spectral.steps(gradients, layers, relative)}
         values = gradients.values
         states = gradients.states
-        whitened: dict[Tensor, Tensor] = {}
-        for layer, steps in layers.directions(values).items():
-            rates = [1.0 if p is None else relative.get(p, 1.0) for p in (layer.weight, layer.bias)]
-            d_W, d_b = (d if d is None or rate == 1 else d * rate for d, rate in zip(steps, rates, strict=True))
-            layer.write_step(d_W, d_b, whitened)
+        units = layers.units(relative)
+        whitened = {p: d * -units[p] for p, d in layers.steps(values, relative).items()}
         adam = {p: self._fallback.direction(g, states[p], relative[p]) for p, g in values.items() if p not in whitened}
         last = {p: states[p][LAST] for p in values if LAST in states[p] and self.moved}
         found: dict[str, Direction] = {"whitened": whitened, "adam": adam, "last": last}
         return {name: direction for name, direction in found.items() if direction or name == "whitened"}
 
     def _evaluate(self, directions: list[Direction], gradients: Gradients) -> Evaluation:
-        found = over_ranks(self._ranks, len(directions), lambda: self._evaluate_own(directions, gradients))
+        with whole(self._model) as parameters:
+            own = [self._of(parameters, direction) for direction in directions]
+            found = over_ranks(self._ranks, len(own), lambda: self._evaluate_own(own, gradients))
         if found.undivided is not None:
             self.rule.everything = True
             self._warn(f"the model cannot be run on a subset of a batch, so all of it is evaluated: {found.undivided}")
@@ -251,6 +255,12 @@ class Automatic(StepRule):
                 "optimizer.observe(x, y) before step()"
             )
         return found
+
+    def _of(self, parameters: Mapping[Tensor, Tensor], direction: Direction) -> Direction:
+        """The direction in the whole parameters of a sharded model; without any, as it is."""
+        if not parameters:
+            return direction
+        return {parameters[p]: d for p, d in gathered(self._ranks, direction).items()}
 
     def _evaluate_own(self, directions: list[Direction], gradients: Gradients) -> Evaluation | None:
         """The quadratic model of this rank's batches; None if it has none."""
@@ -328,5 +338,5 @@ def _update_(directions: Mapping[str, Direction], c: Parts, groups: Mapping[Tens
     torch._foreach_mul_(updates, c.get("last", 0.0))
     for name in ("whitened", "adam"):
         for p, d in directions.get(name, {}).items():
-            states[p][LAST].add_(d if d.dtype == p.dtype else d.to(p), alpha=c.get(name, 0.0))
+            states[p][LAST].add_(d.to(p.dtype), alpha=c.get(name, 0.0))
     torch._foreach_add_(list(groups), updates)

@@ -1,0 +1,111 @@
+"""A model sharded by FSDP2's `fully_shard` takes the path that one process takes on all batches together."""
+
+import warnings
+
+import cases
+import fully_sharded
+import launch
+import pytest
+import torch
+from torch import nn
+
+import bprong
+from helpers import assert_close
+
+FUNCTIONS = (
+    "distributed_checkpoint", "memory", "a_batch_that_is_not_finite", "validated_between_backward_and_step",
+    "other_models", "mixed_precision", "refused",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
+def trained(request):
+    (found,) = launch.run(request.param, "fully_sharded:paths")
+    return request.param, found
+
+
+@pytest.fixture(scope="module")
+def found():
+    return dict(zip(FUNCTIONS, launch.run(2, *(f"fully_sharded:{name}" for name in FUNCTIONS)), strict=True))
+
+
+def alone(case):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cases.parameters(cases.train(case, 2)[0])
+
+
+def test_the_path_is_that_of_one_process(trained):
+    size, found = trained
+    for name in fully_sharded.named(size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = cases.parameters(cases.train(cases.CASES[name], size)[0])
+        assert_close(found[0][name], expected, 1e-9, name)
+
+
+@pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])
+def test_distributed_checkpoints_restore_everything(found, rule):
+    for by_rank in found["distributed_checkpoint"]:
+        expected, resumed = by_rank[rule]
+        assert torch.equal(expected, resumed)
+
+
+def test_each_rank_has_its_part_of_the_state(found):
+    for factors, momentum in found["memory"]:
+        assert factors <= 0.6
+        assert momentum <= 0.6
+
+
+@pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])
+def test_a_batch_that_is_not_finite_is_refused_by_all(found, rule):
+    for kept, messages, _ in (by_rank[rule] for by_rank in found["a_batch_that_is_not_finite"]):
+        assert kept
+        assert len(messages) == 1
+        assert "step 1 refused" in messages[0]
+
+
+def test_a_forward_pass_before_the_step_changes_nothing(found):
+    for without, with_one in found["validated_between_backward_and_step"]:
+        assert torch.equal(without, with_one)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("checkpointed", fully_sharded.Checkpointed), ("tied", fully_sharded.Tied)])
+def test_other_models_take_the_path_of_one_process(found, name, kind):
+    case = cases.Case(model=kind, arguments={"options": cases.EXACT}, steps=6)
+    assert_close(found["other_models"][0][name], alone(case), 1e-9)
+
+
+@pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])
+def test_mixed_precision_trains_as_full_precision_does(found, rule):
+    for by_rank in found["mixed_precision"]:
+        full, mixed = by_rank[rule]
+        assert abs(mixed - full) < 0.05 * full
+        assert full < 1.05  # less than at the start
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("HSDP", "HSDP and tensor parallelism are not supported"),
+        ("a part of the model", "shard the whole model too: fully_shard(model)"),
+        ("ignored parameters", "parameter '0.weight' is not sharded"),
+        ("FSDP1", "wrapped for FullyShardedDataParallel, which is not supported"),
+        ("sharded later", "fully_shard"),
+        ("the paper's network", "wrapped for fully_shard, which is not supported"),
+    ],
+)
+def test_what_cannot_be_made_right_is_refused_by_name(found, way, message):
+    for by_rank in found["refused"]:
+        assert message in by_rank[way], by_rank[way]
+
+
+def test_a_type_made_by_fully_shard_is_seen_as_it_was_written():
+    class FSDPModule:
+        pass
+
+    class FSDPLinear(FSDPModule, nn.Linear):
+        pass
+
+    (row, _) = bprong.coverage(nn.Sequential(FSDPLinear(3, 2))).rows
+    assert row.treatment == "two-sided"
