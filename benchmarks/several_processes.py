@@ -72,12 +72,12 @@ class Traffic:
 
     def __init__(self) -> None:
         self.bytes = self.messages = 0
-        for name in ("gathered", "sum_", "received"):
+        for name in ("gathered", "sum_", "received", "exchanged"):
             setattr(Ranks, name, self._counting(getattr(Ranks, name)))
 
-    def _counting(self, send: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counted(ranks: Ranks, values: Tensor, *others: Any) -> Tensor:
-            self.bytes += values.nbytes
+    def _counting(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(ranks: Ranks, values: Tensor | Sequence[Tensor], *others: Any) -> Any:
+            self.bytes += sum(own.nbytes for own in ([values] if isinstance(values, Tensor) else values))
             self.messages += 1
             return send(ranks, values, *others)
 

@@ -157,14 +157,14 @@ class Share:
     centred:  whether the moments have a mean
     weight:   of its observations; targets whose errors do not reach the layer count too
     moments:  None: it has none
-    whole:    whether this rank needs more than the diagonal of the sum
+    owner:    the rank that needs the sum, while the others need its diagonal; None: all ranks need it
     """
 
     blocks: Blocks
     centred: bool
     weight: float
     moments: Moments | None
-    whole: bool = True
+    owner: int | None = None
 
 
 def merged(ranks: Ranks, shares: Sequence[Share], like: Tensor) -> list[Moments | None]:
@@ -187,12 +187,37 @@ def merged(ranks: Ranks, shares: Sequence[Share], like: Tensor) -> list[Moments 
     for bucket in _buckets(
         [share.blocks.entries if is_any else 0 for share, is_any in zip(shares, measured, strict=True)]
     ):
-        triangles = [_triangle(_scatter_about(shares[i], common[i], device)) for i in bucket]
-        sums = ranks.sum_(torch.cat(triangles))
-        for i, part in zip(bucket, torch.split(sums, [len(triangle) for triangle in triangles]), strict=True):
-            whole = shares[i].whole
-            values = (_symmetric if whole else _diagonal)(part, shares[i].blocks)
-            found[i] = Moments(totals[i], common[i], values, diagonal=not whole)
+        triangles = {i: _triangle(_scatter_about(shares[i], common[i], device)) for i in bucket}
+        for i, values in _sums(ranks, {i: shares[i] for i in bucket}, triangles).items():
+            diagonal = shares[i].owner not in (None, ranks.rank)
+            found[i] = Moments(totals[i], common[i], values, diagonal=diagonal)
+    return found
+
+
+def _sums(ranks: Ranks, shares: Mapping[int, Share], triangles: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The sums of triangles over all ranks, as matrices; their diagonals, on ranks that do not own them."""
+    everywhere = [i for i, share in shares.items() if share.owner is None]
+    found: dict[int, Tensor] = {}
+    if everywhere:
+        sums = ranks.sum_(torch.cat([triangles[i] for i in everywhere]))
+        parts = torch.split(sums, [len(triangles[i]) for i in everywhere])
+        found |= {i: _symmetric(part, shares[i].blocks) for i, part in zip(everywhere, parts, strict=True)}
+    owned = [[i for i, share in shares.items() if share.owner == rank] for rank in range(ranks.size)]
+    own = owned[ranks.rank]
+    if len(everywhere) == len(shares):
+        return found
+    nothing = next(iter(triangles.values())).new_empty(0)
+    sent = [torch.cat([triangles[i] for i in theirs] or [nothing]) for theirs in owned]
+    sizes = [len(triangles[i]) for i in own]
+    total = torch.stack(ranks.exchanged(sent, [sum(sizes)] * ranks.size)).sum(dim=0)
+    found |= {i: _symmetric(part, shares[i].blocks) for i, part in zip(own, torch.split(total, sizes), strict=True)}
+    diagonals = torch.cat([found[i].diagonal(dim1=-2, dim2=-1).reshape(-1) for i in own] or [nothing])
+    lengths = [[math.prod(shares[i].blocks.shape[:-1]) for i in theirs] for theirs in owned]
+    for theirs, part, own_lengths in zip(
+        owned, ranks.exchanged([diagonals] * ranks.size, list(map(sum, lengths))), lengths, strict=True
+    ):
+        for i, diagonal in zip(theirs, torch.split(part, own_lengths), strict=True):
+            found.setdefault(i, diagonal.view(shares[i].blocks.shape[:-1]))
     return found
 
 
@@ -268,14 +293,6 @@ def _symmetric(triangle: Tensor, blocks: Blocks) -> Tensor:
         below = (i + 1) * PANEL
         found[..., below:, i * PANEL : below] = part[..., PANEL:].mT
     return found
-
-
-def _diagonal(triangle: Tensor, blocks: Blocks) -> Tensor:
-    """The diagonal of the matrix, or of the blocks, of such a vector."""
-    lead = blocks.shape[:-2]
-    shapes = [(*lead, min(PANEL, blocks.size - i), blocks.size - i) for i in range(0, blocks.size, PANEL)]
-    parts = torch.split(triangle, [math.prod(shape) for shape in shapes])
-    return torch.cat([p.view(shape).diagonal(dim1=-2, dim2=-1) for p, shape in zip(parts, shapes, strict=True)], dim=-1)
 
 
 # Factors --------------------------------------------------------------------------------------------------------------

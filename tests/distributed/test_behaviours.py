@@ -8,7 +8,7 @@ from cases import Case, data, made, parameters, train
 from torch import nn
 
 import bprong
-from bprong.distributed import Ranks, _diagonal, _symmetric, _triangle, assigned
+from bprong.distributed import Ranks, _symmetric, _triangle, assigned
 from bprong.linalg.blocks import Blocks
 from helpers import assert_close
 
@@ -163,4 +163,3 @@ def test_triangles_are_restored(blocks):
     rows = torch.randn(*blocks.shape, dtype=torch.float64)
     scatter = rows + rows.mT
     assert torch.equal(_symmetric(_triangle(scatter), blocks), scatter)
-    assert torch.equal(_diagonal(_triangle(scatter), blocks), scatter.diagonal(dim1=-2, dim2=-1))

@@ -136,9 +136,9 @@ class BPRONG(Optimizer):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         self._check_model(model)
-        given = model
-        model = unwrapped(given, fully_sharded=True)
-        self._ranks = Ranks.of(given)
+        wrapped = model
+        model = unwrapped(wrapped, fully_sharded=True)
+        self._ranks = Ranks.of(wrapped)
         self._sharded = is_sharded(model)
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')

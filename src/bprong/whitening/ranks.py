@@ -69,10 +69,10 @@ def _merged_over_ranks(
     for name, is_centred in centred.items():
         own = found.get(name, LayerMoments())
         linear = layers[name].linear
-        whole = layers.is_own(layers[name])
-        shares.append(Share(linear.inputs, is_centred, 0.0 if own.z is None else own.z.weight, own.z, whole))
+        owner = None if layers.sharding is None else layers.sharding.owners[name]
+        shares.append(Share(linear.inputs, is_centred, 0.0 if own.z is None else own.z.weight, own.z, owner))
         weight = own.targets if own.delta is None else own.delta.weight  # errors that do not reach it are zero
-        shares.append(Share(linear.outputs, False, float(weight), own.delta, whole))
+        shares.append(Share(linear.outputs, False, float(weight), own.delta, owner))
     moments = merged(ranks, shares, layers[next(iter(centred))].weight)
     by_layer = flags.reshape(ranks.size, -1, len(FLAGS)).sum(dim=0).tolist()
     return {
