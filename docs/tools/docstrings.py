@@ -11,6 +11,8 @@ from griffe import Docstring, Extension, Object
 
 ENTRY = re.compile(r"(\S.*?\S|\S):? {2,}(\S.*)")  # a name and its explanation, in columns
 NAMES = re.compile(r"[\w, …]+:?")  # names alone; their explanation begins in the next line
+PAGE = re.compile(r"docs/(\w+)\.md")
+LONGEST = re.compile(r"(\w[\w, ]*): (\S.*)")  # the longest name of a list, which leaves room for one space only
 
 
 def markdown(text: str) -> str:
@@ -25,7 +27,7 @@ def markdown(text: str) -> str:
     `b`
     :   the second
     """
-    return "\n\n".join(_block(lines) for lines in _paragraphs(text))
+    return PAGE.sub(r"[\g<0>](../\1.html)", "\n\n".join(_block(lines) for lines in _paragraphs(text)))
 
 
 def _paragraphs(text: str) -> list[list[str]]:
@@ -39,15 +41,17 @@ def _block(lines: list[str]) -> str:
         return "\n".join(["```text", *(line.removeprefix("    ") for line in lines), "```"])
     starts = [i for i, line in enumerate(lines) if not line.startswith(" ")]
     entries = [lines[a:b] for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
-    pairs = [_entry(entry) for entry in entries]
+    pairs = [_entry(entry, ENTRY) for entry in entries]
+    if any(pair is not None for pair in pairs):
+        pairs = [pair or _entry(entry, LONGEST) for pair, entry in zip(pairs, entries, strict=True)]
     if all(pair is not None for pair in pairs):
         return "\n\n".join(f"{names}\n:   {explanation}" for names, explanation in filter(None, pairs))
     return "\n".join(lines)
 
 
-def _entry(lines: list[str]) -> tuple[str, str] | None:
+def _entry(lines: list[str], form: re.Pattern[str]) -> tuple[str, str] | None:
     """Names and their explanation; None: this is no entry of a list."""
-    found = ENTRY.fullmatch(lines[0])
+    found = form.fullmatch(lines[0])
     if found is None:
         if len(lines) == 1 or not NAMES.fullmatch(lines[0]):
             return None
