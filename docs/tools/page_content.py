@@ -22,7 +22,7 @@ FIGURE = re.compile(r'<img [^>]*src="([^":]+)"[^>]*>')
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 LONGEST_NUMBER = 20  # letters of a cell that counts as a number, such as 0.0717 / 0.105
-WIDE = 1200  # pixels of a PNG
+WIDE = 1100  # pixels of a PNG
 
 
 def mathml(latex: str, display: str) -> str:

@@ -91,6 +91,17 @@ def test_every_public_name_is_in_the_reference():
     assert [name for name in bprong.__all__ if not re.search(rf"(?m)^::: bprong\.(\w+\.)*{name}$", reference)] == []
 
 
+def test_the_map_of_the_architecture_names_every_module_and_folder():
+    import bprong
+
+    package = Path(bprong.__file__).parent
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    section = text[text.index("src/bprong/\n") : text.index("benchmarks/  ")]
+    assert set(re.findall(r"^  (\S+)", section, re.MULTILINE)) == modules | folders
+
+
 # What comes with the site ---------------------------------------------------------------------------------------------
 
 
