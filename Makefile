@@ -44,6 +44,7 @@ $(DOCS_STAMP): pyproject.toml constraints.txt constraints-docs.txt
 
 # The site is in site/; open site/index.html. It loads nothing from elsewhere, which the last line checks.
 docs: $(DOCS_STAMP)
+	$(DOCS)/bin/python -m doctest docs/tools/docstrings.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	$(DOCS)/bin/python docs/tools/check_site.py site
 
