@@ -8,7 +8,10 @@ STAMP  := $(VENV)/.installed
 ECOSYSTEM       := .venv-ecosystem
 ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 
-.PHONY: test test-ecosystem check format reproduce clean
+DOCS       := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
+
+.PHONY: test test-ecosystem check docs format reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +36,18 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+$(DOCS_STAMP): pyproject.toml constraints.txt constraints-docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-docs.txt \
+		--editable '.[docs]'
+	touch $@
+
+# The site is in site/; open site/index.html. It loads nothing from elsewhere, which the last line checks.
+docs: $(DOCS_STAMP)
+	$(DOCS)/bin/python -m doctest docs/tools/docstrings.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(DOCS)/bin/python docs/tools/check_site.py site
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -41,4 +56,4 @@ reproduce: $(STAMP)
 	$(BIN)/bprong reproduce --resume
 
 clean:
-	rm -rf $(VENV) $(ECOSYSTEM) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

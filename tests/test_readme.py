@@ -8,20 +8,17 @@ import torch
 from torch import nn
 
 import bprong
+from page_examples import examples_of
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-EXAMPLES = list(re.finditer(r"```python\n(.*?)```\n+((?:    [^\n]*\n)*)", README, re.DOTALL))  # code, what it prints
-LINES = [f"line {README.count(chr(10), 0, example.start()) + 1}" for example in EXAMPLES]
+PAGE = Path(__file__).parent.parent / "README.md"
+README = PAGE.read_text(encoding="utf-8")
+EXAMPLES = examples_of(PAGE)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=LINES)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"line {example.line}")
 def test_example_runs(example, capsys):
-    code, printed = example.groups()
     names: dict = {}
-    exec(compile(code, "README.md", "exec"), names)
-    if printed:
-        found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        assert found == [line.strip() for line in printed.splitlines()]
+    example.run(names, lambda: capsys.readouterr().out)
     if "plain" in names:
         assert [type(m) for m in names["plain"]] == [nn.Linear, nn.ReLU, nn.Linear]
         x = names["loader"][0][0]
@@ -30,8 +27,8 @@ def test_example_runs(example, capsys):
 
 def test_there_are_examples_of_every_kind():
     assert len(EXAMPLES) >= 3
-    assert any(printed for _, printed in (example.groups() for example in EXAMPLES))
-    assert any("fold(" in code for code, _ in (example.groups() for example in EXAMPLES))
+    assert any(example.printed for example in EXAMPLES)
+    assert any("fold(" in example.code for example in EXAMPLES)
 
 
 def test_the_public_names_are_the_documented_ones():

@@ -47,7 +47,7 @@ class Refresh:
 
 
 class Rewhitening:
-    """Re-whitens the layers of a `whiten_`ed model on a schedule and moves the optimizer's state along.
+    """Re-whitens the layers of a model converted by `whiten_`, and moves the optimizer's state along.
 
     Call `step(x)` once per iteration, before the loss is computed; nothing happens unless a refresh is due. A refresh
     changes coordinates, never the function.

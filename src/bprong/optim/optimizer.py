@@ -418,9 +418,11 @@ class BPRONG(Optimizer):
     def recording(self) -> AbstractContextManager[Callable[..., None]]:
         """For models that are not called as model(x): measures a forward pass of your own.
 
-        with optimizer.recording() as record:
-            output = model.head(model.body(x))
-            record(output)
+            with optimizer.recording() as record:
+                output = model.head(model.body(x))
+                record(output)
+
+        If the loss ignores some targets, give them too: `record(output, y)`.
         """
         return self._whitening.recording()
 
