@@ -109,7 +109,7 @@ class FullyShardedLike(torch.nn.Module):
 
 def test_wrappers_that_are_not_supported_are_refused_by_name():
     model = mlp(3, 2)
-    wrappers = {"DataParallel": DataParallel(model), "FSDP": FullyShardedLike()}
+    wrappers = {"DataParallel": DataParallel(model), "FullyShardedDataParallel": FullyShardedLike()}
     assert not is_wrapper(model)
     assert unwrapped(model) is model
     for name, wrapper in wrappers.items():
