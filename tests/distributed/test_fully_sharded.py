@@ -18,7 +18,7 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["one rank", "two ranks", "four ranks"])
 def trained(request):
     (found,) = launch.run(request.param, "fully_sharded:paths")
     return request.param, found

@@ -137,7 +137,7 @@ class Whitening:
     ) -> None:
         self.head = head
         self.ranks = ranks
-        self.sharded = sharded or is_sharded(model)
+        self.sharded = sharded
         self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
@@ -148,6 +148,7 @@ class Whitening:
         self.recorded: list[dict[str, LayerMoments]] = []
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
         self._model = model
+        self._fully_sharded = is_sharded(model)
         self._whole: Mapping[Tensor, Tensor] = {}  # the parameters of a sharded model, in a pass of our own
         self._loss = loss
         self._likelihood = loss.likelihood
@@ -208,7 +209,7 @@ class Whitening:
         """Assigns layers to ranks, each once, and leaves what this rank does not own to the others."""
         known = {} if self.layers.sharding is None else self.layers.sharding.owners
         new = {name: layer for name, layer in self.layers.items() if name not in known}
-        if not self.sharded or self.ranks.size == 1 or not new:
+        if not new or not (self._fully_sharded or (self.sharded and self.ranks.size > 1)):
             return
         groups = _sharing(self.layers.values())
         costs = dict.fromkeys((groups[name] for name in new), 0.0)
