@@ -215,7 +215,7 @@ class BaseMLP(BaseEstimator):
         assert self._trainer is not None
         size = self._batch_size(rows)
         self._seen = rows.weight.sum() + (self._seen if incremental else 0.0)
-        penalty = self.alpha / self._seen
+        penalty = float(self.alpha / self._seen)
         X = rows.X if sparse.issparse(rows.X) else self._scaling.apply(rows.X, self._dtype)
         rows = Rows(X, self._network_targets(rows.Y).astype(self._dtype), rows.weight)
         whole = None

@@ -259,14 +259,13 @@ class Trainer:
         G = _table(directions, directions, Direction.dot)
         penalty = batch.penalty * _table(directions, directions, Direction.dot_weights)
         own = [slope - batch.penalty * self.network.dot_weights(d) for slope, d in zip(slopes, directions, strict=True)]
-        return Evaluation(Q, nll, torch.tensor(own, dtype=torch.float64), len(mean)), (G, penalty)
+        return Evaluation(Q, nll, torch.from_numpy(np.array(own)), len(mean)), (G, penalty)
 
 
 def _table(left: list[T], right: list[T], product: Callable[[T, T], float]) -> Tensor:
     """The symmetric matrix of the products, in float64."""
-    if len(left) == 1:
-        return torch.tensor([[float(product(left[0], right[0]))]], dtype=torch.float64)
-    first, second = left
-    mixed = float(product(first, right[1]))
-    rows = [[float(product(first, right[0])), mixed], [mixed, float(product(second, right[1]))]]
-    return torch.tensor(rows, dtype=torch.float64)
+    table = np.empty((len(left), len(left)))
+    for i, first in enumerate(left):
+        for j, second in enumerate(right[: i + 1]):
+            table[i, j] = table[j, i] = product(first, second)
+    return torch.from_numpy(table)
