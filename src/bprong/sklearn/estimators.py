@@ -49,7 +49,7 @@ PARAMETERS = """
         weights of the best score.
     validation_fraction : float, default=0.1
         This part.
-    n_iter_no_change : int, default=3
+    n_iter_no_change : int, default=2
         Training stops when more than so many iterations in a row bring no improvement.
 
     Attributes
@@ -121,7 +121,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         warm_start: bool = False,
         early_stopping: bool = False,
         validation_fraction: float = 0.1,
-        n_iter_no_change: int = 3,
+        n_iter_no_change: int = 2,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation
@@ -270,7 +270,7 @@ class MLPRegressor(RegressorMixin, BaseMLP):
         warm_start: bool = False,
         early_stopping: bool = False,
         validation_fraction: float = 0.1,
-        n_iter_no_change: int = 3,
+        n_iter_no_change: int = 2,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation

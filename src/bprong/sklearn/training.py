@@ -39,7 +39,7 @@ class Settings:
     """
 
     refresh_every: int = 5
-    early_refreshes: tuple[int, ...] = (0, 1, 2, 4, 6, 8)
+    early_refreshes: tuple[int, ...] = (0, 2, 6)
     average: float = 0.9
     exact_entries: int = 4096
     max_dim: int = 2048
@@ -98,16 +98,16 @@ class Side:
             return
         while True:
             damped = self.second.copy(order="F")
-            np.fill_diagonal(damped, damped.diagonal() + epsilon)
-            L, failed = dpotrf(damped, lower=1, overwrite_a=1, clean=0)
+            damped.ravel(order="K")[:: len(damped) + 1] += epsilon
+            L, failed = dpotrf(damped, lower=1, overwrite_a=1)  # its upper triangle is zero
             if not failed:
                 inverse, failed = dpotri(L, lower=1, overwrite_c=1)
             if not failed or not math.isfinite(epsilon):
                 break
             epsilon = max(10 * epsilon, 1e-12 * self.mean_eigenvalue)
-        inverse = np.tril(inverse)
-        inverse += np.tril(inverse, -1).T
-        self.inverse = inverse.astype(dtype)
+        inverse = inverse + inverse.T
+        np.fill_diagonal(inverse, inverse.diagonal() / 2)
+        self.inverse = inverse.astype(dtype, copy=False)
 
 
 class Layer:
@@ -118,12 +118,16 @@ class Layer:
         self.inputs = Side()
         self.errors = Side()
 
-    def record(self, z: Array, deltas: Array, share: Array, keep: float, max_dim: int) -> None:
-        """z: (n, inputs); deltas: (k, n, outputs), of whose products the sum over k is meant."""
-        mean = share @ z
-        total = keep * self.inputs.weight + 1
-        self.c = mean if total == 1 else (self.c * (total - 1) + mean) / total
-        self.inputs.record(z - self.c.astype(z.dtype), share, keep, z.shape[1] > max_dim)
+    def record(self, z: Array, deltas: Array, share: Array, keep: float, max_dim: int, known: bool) -> None:
+        """z: (n, inputs); deltas: (k, n, outputs), of whose products the sum over k is meant.
+
+        known: Ž is that of these inputs already
+        """
+        if not known:
+            mean = share @ z
+            total = keep * self.inputs.weight + 1
+            self.c = mean if total == 1 else (self.c * (total - 1) + mean) / total
+            self.inputs.record(z - self.c.astype(z.dtype), share, keep, z.shape[1] > max_dim)
         flat = deltas.reshape(-1, deltas.shape[-1])
         self.errors.record(flat, np.tile(share, len(deltas)), keep, flat.shape[1] > max_dim)
 
@@ -246,7 +250,8 @@ class Trainer:
         keep = 0.0 if batch.whole else settings.average
         lam = self.rule.lam + batch.penalty
         for layer, z_i, delta in zip(self.layers, z, deltas, strict=False):
-            layer.record(z_i, delta, batch.share, keep, settings.max_dim)
+            known = batch.whole and z_i is z[0] and layer.inputs.weight > 0
+            layer.record(z_i, delta, batch.share, keep, settings.max_dim, known)
             layer.factor(lam, self.rule.settings.negligible * lam, mean.dtype)
 
     def _evaluated(
