@@ -5,9 +5,9 @@ default; the regressor with targets as they are and with standardised ones. bpro
 those of five folds (accuracy, or R²), all methods on the same folds; the seed is the number of the fold. Seconds are
 those of `fit`, one thread, processor time; below 1,000 rows the least of three fits.
 
-Each problem is run twice. "standardised": features with means 0 and variances 1, by the training fold, not timed. "raw":
-the bundled data sets as they are; of generated ones, each column is multiplied by a power of ten between −3 and 3 and
-shifted by as much as its own scale.
+Each problem is run twice. "standardised": features with means 0 and variances 1, by the training fold, not timed.
+"raw": the bundled data sets as they are; of generated ones, each column is shifted by one and multiplied by a power of
+ten between −3 and 3.
 
 The constants of training and the defaults of `alpha`, `tol` and `n_iter_no_change` were chosen with these problems in
 view; the three called "kept aside" were not run before.
@@ -171,7 +171,7 @@ def results(rows: Sequence[Row], problem: str, features: str) -> tuple[Result, R
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each problem; a score that is more than a standard error lower, or a time beyond the mark, in bold."""
+    """One line for each problem; in bold, scores more than a standard error below the best, and times beyond the mark."""
     lines = []
     for problem in PROBLEMS:
         scaled = results(rows, problem, "standardised")

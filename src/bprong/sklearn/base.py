@@ -23,7 +23,8 @@ from bprong.sklearn.scaling import Scaling
 from bprong.sklearn.training import Batch, Trainer
 
 WHOLE = 2000  # batch_size="auto": up to so many rows a batch is the whole training set,
-PART = 1000  # and otherwise it has about as many as this
+PART = 500  # and otherwise it has about as many as this
+SINGLE = 1000  # with more rows, `fit` computes in float32: rounding is far below the noise of so many rows
 DENSE_ENTRIES = 2**22  # of an array that a part of a sparse matrix is converted to
 
 
@@ -134,10 +135,13 @@ class BaseMLP(BaseEstimator):
             self._network = Network.drawn(self._sizes, self.activation, random, X.dtype)
         if first or not incremental or self._trainer is None:
             self._trainer = Trainer(self._network, self._likelihood())
+        if not incremental and len(train) > SINGLE:
+            self._network.cast_(np.float32)
         self._train(train, validation, random, incremental)
+        self._network.cast_(X.dtype)
         if not incremental:
             self._trainer = None  # its statistics would make pickles large
-        if not all(np.isfinite(part).all() for part in self._network):
+        if not np.isfinite(self._network.parameters.flat).all():
             raise ValueError(
                 "Training produced weights that are not finite. The input data may contain extremely large values."
             )
@@ -208,7 +212,7 @@ class BaseMLP(BaseEstimator):
 
     @property
     def _dtype(self) -> Any:
-        return self._network.W[0].dtype
+        return self._network.dtype
 
     def _train(self, rows: Rows, validation: Rows | None, random: np.random.RandomState, incremental: bool) -> None:
         """Iterations over the rows until the loss, or the validation score, stops improving."""
@@ -294,8 +298,8 @@ class BaseMLP(BaseEstimator):
         check_is_fitted(self)
         network = self._network.copy()
         scaled = network.W[0] / self._scaling.scale[:, None]
-        network.b[0] = (network.b[0] - self._scaling.mean @ scaled).astype(self._dtype)
-        network.W[0] = scaled.astype(self._dtype)
+        network.b[0][:] = network.b[0] - self._scaling.mean @ scaled
+        network.W[0][:] = scaled
         return network
 
     @property

@@ -31,7 +31,7 @@ PARAMETERS = """
         The strength of the penalty on the weights, which are those for standardised features. scikit-learn's default
         is 0.0001; a natural-gradient step reaches the minimum, and a larger penalty makes that a good one.
     batch_size : int, default='auto'
-        The number of rows in a batch. 'auto': all rows up to 2,000, and about 1,000 beyond.
+        The number of rows in a batch. 'auto': all rows up to 2,000, and about 500 beyond.
     max_iter : int, default=200
         The largest number of iterations over the training set.
     shuffle : bool, default=True
@@ -342,8 +342,8 @@ class MLPRegressor(RegressorMixin, BaseMLP):
 
     def _folded(self) -> Network:
         network = super()._folded()
-        network.W[-1] = (network.W[-1] * self._target_scaling.scale).astype(self._dtype)
-        network.b[-1] = self._target_scaling.undo(network.b[-1])
+        network.W[-1][:] = network.W[-1] * self._target_scaling.scale
+        network.b[-1][:] = self._target_scaling.undo(network.b[-1])
         return network
 
     def _validation_score(self, X: Any, Y: Array, weight: Array) -> float:

@@ -8,8 +8,7 @@ time here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,54 +34,53 @@ ACTIVATIONS = {
 }
 
 
-@dataclass
 class Direction:
-    """A change of all weights and biases, or their gradient."""
+    """A change of all weights and biases, or their gradient.
 
-    W: list[Array]
-    b: list[Array]
+    flat:    all weights, then all biases
+    shapes:  (inputs, outputs) of each layer
+    W, b:    views of them
+    """
 
-    def __iter__(self) -> Iterator[Array]:
-        yield from self.W
-        yield from self.b
+    def __init__(self, flat: Array, shapes: Sequence[tuple[int, int]]) -> None:
+        self.flat = flat
+        self.shapes = tuple(shapes)
+        self.W: list[Array] = []
+        self.b: list[Array] = []
+        start = 0
+        for shape in self.shapes:
+            end = start + shape[0] * shape[1]
+            self.W.append(flat[start:end].reshape(shape))
+            start = end
+        self._weights = start
+        for _, width in self.shapes:
+            self.b.append(flat[start : start + width])
+            start += width
+
+    @classmethod
+    def of(cls, W: Sequence[Array], b: Sequence[Array]) -> Direction:
+        """From the parts of each layer."""
+        return Direction(np.concatenate([part.ravel() for part in (*W, *b)]), [part.shape for part in W])
 
     def times(self, factor: float) -> Direction:
         """All entries multiplied by a number."""
-        return Direction([factor * d for d in self.W], [factor * d for d in self.b])
-
-    def plus(self, other: Direction) -> Direction:
-        """The sum of both."""
-        return Direction(
-            [d + e for d, e in zip(self.W, other.W, strict=True)], [d + e for d, e in zip(self.b, other.b, strict=True)]
-        )
+        return Direction(factor * self.flat, self.shapes)
 
     def dot(self, other: Direction) -> float:
         """The sum of products of all entries."""
-        return _dot(self, other)
+        return float(self.flat @ other.flat)
 
     def dot_weights(self, other: Direction) -> float:
         """The sum of products of the weights' entries, which the penalty is of."""
-        return _dot(self.W, other.W)
+        return float(self.flat[: self._weights] @ other.flat[: self._weights])
 
 
-def _dot(first: Iterable[Array], second: Iterable[Array]) -> float:
-    return float(sum(np.vdot(x, y) for x, y in zip(first, second, strict=True)))
+class Network:
+    """The weights and biases of all layers, and the activation between layers."""
 
-
-class Network(Direction):
-    """Weights W (inputs, outputs) and biases b of all layers, and the activation between them."""
-
-    def __init__(self, W: list[Array], b: list[Array], activation: str) -> None:
-        super().__init__(W, b)
+    def __init__(self, parameters: Direction, activation: str) -> None:
+        self.parameters = parameters
         self.activation = activation
-
-    @property
-    def _phi(self) -> Function:
-        return ACTIVATIONS[self.activation]
-
-    def copy(self) -> Network:
-        """A network with weights of its own."""
-        return Network([W.copy() for W in self.W], [b.copy() for b in self.b], self.activation)
 
     @classmethod
     def drawn(
@@ -95,7 +93,45 @@ class Network(Direction):
             bound = np.sqrt((2.0 if activation == "logistic" else 6.0) / (fan_in + fan_out))
             W.append(random.uniform(-bound, bound, (fan_in, fan_out)).astype(dtype))
             b.append(random.uniform(-bound, bound, fan_out).astype(dtype))
-        return cls(W, b, activation)
+        return cls(Direction.of(W, b), activation)
+
+    def __getstate__(self) -> tuple[Array, tuple[tuple[int, int], ...], str]:
+        return self.parameters.flat, self.parameters.shapes, self.activation
+
+    def __setstate__(self, state: tuple[Array, tuple[tuple[int, int], ...], str]) -> None:
+        flat, shapes, self.activation = state
+        self.parameters = Direction(flat, shapes)  # its views of `flat` again
+
+    @property
+    def W(self) -> list[Array]:
+        """(inputs, outputs) of each layer"""
+        return self.parameters.W
+
+    @property
+    def b(self) -> list[Array]:
+        """(outputs,) of each layer"""
+        return self.parameters.b
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the weights."""
+        return self.parameters.flat.dtype
+
+    @property
+    def _phi(self) -> Function:
+        return ACTIVATIONS[self.activation]
+
+    def copy(self) -> Network:
+        """A network with weights of its own."""
+        return Network(Direction(self.parameters.flat.copy(), self.parameters.shapes), self.activation)
+
+    def cast_(self, dtype: npt.DTypeLike) -> None:
+        """Changes the precision of the weights."""
+        self.parameters = Direction(self.parameters.flat.astype(dtype), self.parameters.shapes)
+
+    def add_(self, update: Direction, factor: float = 1.0) -> None:
+        """Moves the weights, all at once, so that an interrupt leaves no part of a step."""
+        self.parameters = Direction(self.parameters.flat + factor * update.flat, update.shapes)
 
     def forward(self, X: Array) -> list[Array]:
         """The inputs of every layer, and the output: z_0 = X, z_1, …, f."""
@@ -116,7 +152,7 @@ class Network(Direction):
     def gradient(self, z: list[Array], error: Array) -> Direction:
         """The gradient, from the error of the output."""
         deltas = self.backward(z, error)
-        return Direction(
+        return Direction.of(
             [z_i.T @ delta for z_i, delta in zip(z, deltas, strict=False)], [delta.sum(axis=0) for delta in deltas]
         )
 

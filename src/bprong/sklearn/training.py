@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Settings:
     average          what the statistics of a batch keep of those of the batches before
     exact_entries    if a batch has at most this many rows × outputs, D is integrated over targets, and otherwise over
                      one draw for each row
+    evaluated_rows   the curvature of the quadratic model is measured on so many rows, if a batch has twice as many
     max_dim          a side with more features is whitened by its variances alone
     """
 
@@ -42,6 +43,7 @@ class Settings:
     early_refreshes: tuple[int, ...] = (0, 2, 6)
     average: float = 0.9
     exact_entries: int = 4096
+    evaluated_rows: int = 512
     max_dim: int = 2048
 
 
@@ -63,6 +65,14 @@ class Batch:
     share: Array
     penalty: float
     whole: bool
+
+
+class Pass(NamedTuple):
+    """A forward pass of a batch: the inputs of all layers and the output, E[y | f], and the mean −log p."""
+
+    z: list[Array]
+    mean: Array
+    nll: float
 
 
 @dataclass
@@ -118,12 +128,12 @@ class Layer:
         self.inputs = Side()
         self.errors = Side()
 
-    def record(self, z: Array, deltas: Array, share: Array, keep: float, max_dim: int, known: bool) -> None:
+    def record(self, z: Array, deltas: Array, share: Array, keep: float, max_dim: int, same: bool) -> None:
         """z: (n, inputs); deltas: (k, n, outputs), of whose products the sum over k is meant.
 
-        known: Ž is that of these inputs already
+        same: Ž is that of these inputs already
         """
-        if not known:
+        if not same:
             mean = share @ z
             total = keep * self.inputs.weight + 1
             self.c = mean if total == 1 else (self.c * (total - 1) + mean) / total
@@ -167,22 +177,20 @@ class Trainer:
         self.pending: Direction | None = None
         self.t = 0
         self._refreshed = 0
-        self._passed: list[Array] | None = None  # the inputs of all layers for the whole training set, if known
+        self._known: Pass | None = None  # of the whole training set, at the present weights
 
     def step(self, batch: Batch, random: np.random.RandomState) -> float:
         """One step; returns the loss before it, penalty included."""
-        network = self.network
         rule = self.rule
-        z = network.forward(batch.X) if self._passed is None else self._passed
-        mean = self.likelihood.mean(z[-1])
-        nll = self._nll(z, batch)
-        loss = nll + batch.penalty * network.dot_weights(network) / 2
-        gradient = network.gradient(z, (mean - batch.Y) * batch.share[:, None])
-        gradient.W = [g + batch.penalty * W for g, W in zip(gradient.W, network.W, strict=True)]
+        known = self._known or self._passed(batch)
+        parameters = self.network.parameters
+        gradient = self.network.gradient(known.z, (known.mean - batch.Y) * batch.share[:, None])
+        for g, W in zip(gradient.W, parameters.W, strict=True):
+            np.add(g, batch.penalty * W, out=g)
         if self.pending is not None:
             rule.update_trust(gradient.dot(self.pending))
         if self._due():
-            self._refresh(z, mean, batch, random)
+            self._refresh(known, batch, random)
         directions = {"whitened": self._whitened(gradient)}
         if self.last is not None:
             directions["last"] = self.last
@@ -192,45 +200,44 @@ class Trainer:
         slopes = {name: gradient.dot(d) for name, d in directions.items()}
         found = metric = None
         if rule.evaluates(self.t):
-            found, metric = self._evaluated(z, mean, nll, list(slopes.values()), list(directions.values()), batch)
+            found, metric = self._evaluated(known, slopes, directions, batch, random)
         c = rule.choose(self.t, slopes, found, metric)
         self._update_(directions, c)
         self.t += 1
         self.pending = None if batch.whole or found is None else directions["whitened"]
-        now = network.forward(batch.X) if batch.whole or found is not None else None
-        self._passed = now if batch.whole else None
-        if found is not None and now is not None and not rule.update_damping(found, c, self._nll(now, batch) - nll):
-            self._undo_()
-        return loss
+        if found is not None:
+            now = self._passed(batch)
+            self._known = now if batch.whole else None
+            if not rule.update_damping(found, c, now.nll - known.nll):
+                self._undo_()
+        return known.nll + batch.penalty * parameters.dot_weights(parameters) / 2
 
-    def _nll(self, z: list[Array], batch: Batch) -> float:
-        return float(batch.share @ self.likelihood.nll(z[-1], batch.Y))
+    def _passed(self, batch: Batch) -> Pass:
+        """A forward pass."""
+        z = self.network.forward(batch.X)
+        nll = float(batch.share @ self.likelihood.nll(z[-1], batch.Y))
+        return Pass(z, self.likelihood.mean(z[-1]), nll)
 
     def _whitened(self, gradient: Direction) -> Direction:
         """Δ"""
         steps = [layer.step(W, b) for layer, W, b in zip(self.layers, gradient.W, gradient.b, strict=True)]
-        return Direction([d_W for d_W, _ in steps], [d_b for _, d_b in steps])
+        return Direction.of([d_W for d_W, _ in steps], [d_b for _, d_b in steps])
 
     def _update_(self, directions: dict[str, Direction], c: Mapping[str, float]) -> None:
         """Δ₀ ← αΔ + μΔ₀, θ ← θ + Δ₀."""
         update = directions["whitened"].times(c.get("whitened", 0.0))
         if self.last is not None:
-            update = update.plus(self.last.times(c.get("last", 0.0)))
-        self._move_(update)
+            update.flat += c.get("last", 0.0) * self.last.flat
+        self.network.add_(update)
         self.last = update
-
-    def _move_(self, update: Direction) -> None:
-        """θ ← θ + update; all at once, so that an interrupt leaves no part of a step."""
-        moved = self.network.plus(update)
-        self.network.W, self.network.b = moved.W, moved.b
 
     def _undo_(self) -> None:
         """Undoes the last update; the next starts without momentum."""
         if self.last is not None:
-            self._move_(self.last.times(-1.0))
+            self.network.add_(self.last, -1.0)
         self.last = None
         self.pending = None
-        self._passed = None
+        self._known = None
         self.rule.undone(self.t - 1)
 
     # Statistics and the quadratic model -------------------------------------------------------------------------------
@@ -238,33 +245,49 @@ class Trainer:
     def _due(self) -> bool:
         return self.t in self.settings.early_refreshes or self.t - self._refreshed >= self.settings.refresh_every
 
-    def _refresh(self, z: list[Array], mean: Array, batch: Batch, random: np.random.RandomState) -> None:
+    def _refresh(self, known: Pass, batch: Batch, random: np.random.RandomState) -> None:
         """Measures all layers on a batch and factors what was measured."""
         self._refreshed = self.t
         settings = self.settings
+        mean = known.mean
         if mean.size <= settings.exact_entries:
             errors = self.likelihood.roots(mean)
         else:
             errors = (mean - self.likelihood.sample(mean, random))[None]
-        deltas = self.network.backward(z, errors)
+        deltas = self.network.backward(known.z, errors)
         keep = 0.0 if batch.whole else settings.average
         lam = self.rule.lam + batch.penalty
-        for layer, z_i, delta in zip(self.layers, z, deltas, strict=False):
-            known = batch.whole and z_i is z[0] and layer.inputs.weight > 0
-            layer.record(z_i, delta, batch.share, keep, settings.max_dim, known)
+        for layer, z, delta in zip(self.layers, known.z, deltas, strict=False):
+            same = batch.whole and z is batch.X and layer.inputs.weight > 0
+            layer.record(z, delta, batch.share, keep, settings.max_dim, same)
             layer.factor(lam, self.rule.settings.negligible * lam, mean.dtype)
 
     def _evaluated(
-        self, z: list[Array], mean: Array, nll: float, slopes: list[float], directions: list[Direction], batch: Batch
+        self,
+        known: Pass,
+        slopes: Mapping[str, float],
+        named: Mapping[str, Direction],
+        batch: Batch,
+        random: np.random.RandomState,
     ) -> tuple[Evaluation, tuple[Tensor, Tensor]]:
-        """The quadratic model along the directions; their products, and those that the penalty is of."""
+        """The quadratic model along the directions; their products, and those that the penalty is of.
+
+        Its curvature is measured on some rows of a large batch.
+        """
+        directions = list(named.values())
+        z, mean, share = known.z, known.mean, batch.share
+        if len(mean) > 2 * self.settings.evaluated_rows:
+            rows = random.choice(len(mean), self.settings.evaluated_rows, replace=False)
+            z = [z_i[rows] for z_i in z]
+            mean = mean[rows]
+            share = share[rows] / share[rows].sum()
         V = [self.network.change(z, d) for d in directions]
-        FV = [batch.share[:, None] * self.likelihood.fisher_times(mean, v) for v in V]
-        Q = _table(V, FV, np.vdot)
+        FV = [share[:, None] * self.likelihood.fisher_times(mean, v) for v in V]
         G = _table(directions, directions, Direction.dot)
         penalty = batch.penalty * _table(directions, directions, Direction.dot_weights)
-        own = [slope - batch.penalty * self.network.dot_weights(d) for slope, d in zip(slopes, directions, strict=True)]
-        return Evaluation(Q, nll, torch.from_numpy(np.array(own)), len(mean)), (G, penalty)
+        of_penalty = [batch.penalty * self.network.parameters.dot_weights(d) for d in directions]
+        own = torch.from_numpy(np.array(list(slopes.values())) - of_penalty)
+        return Evaluation(_table(V, FV, np.vdot), known.nll, own, len(known.mean)), (G, penalty)
 
 
 def _table(left: list[T], right: list[T], product: Callable[[T, T], float]) -> Tensor:
