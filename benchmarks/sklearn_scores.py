@@ -171,7 +171,7 @@ def results(rows: Sequence[Row], problem: str, features: str) -> tuple[Result, R
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each problem; in bold, scores more than a standard error below the best, and times beyond the mark."""
+    """One line for each problem. In bold: scores a standard error below the best, and times beyond the mark."""
     lines = []
     for problem in PROBLEMS:
         scaled = results(rows, problem, "standardised")

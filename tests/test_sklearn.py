@@ -216,7 +216,7 @@ def test_coefs_are_for_features_in_their_own_units(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_sparse_features_are_the_same_as_dense_ones(estimator, form, monkeypatch):
     X, y = problem(estimator)
-    X = np.where(X > X.mean(axis=0), X, 0)
+    X = np.maximum(X, X.mean(axis=0)) - X.mean(axis=0)
     dense = estimator(random_state=0, max_iter=10, tol=0.05).fit(X, y)
     model = estimator(random_state=0, max_iter=10, tol=0.05).fit(form(X), y)
     np.testing.assert_allclose(outputs(model, form(X)), outputs(dense, X), rtol=1e-6)

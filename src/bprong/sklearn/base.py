@@ -22,9 +22,8 @@ from bprong.sklearn.progress import Progress
 from bprong.sklearn.scaling import Scaling
 from bprong.sklearn.training import Batch, Trainer
 
-WHOLE = 2000  # batch_size="auto": up to so many rows a batch is the whole training set,
-PART = 500  # and otherwise it has about as many as this
-SINGLE = 1000  # with more rows, `fit` computes in float32: rounding is far below the noise of so many rows
+FEW = 1000  # rows; up to so many, a batch is the whole training set. With more, `fit` computes in float32, because
+BATCH = 500  # rounding is far below the noise of batches of about so many
 DENSE_ENTRIES = 2**22  # of an array that a part of a sparse matrix is converted to
 
 
@@ -135,7 +134,7 @@ class BaseMLP(BaseEstimator):
             self._network = Network.drawn(self._sizes, self.activation, random, X.dtype)
         if first or not incremental or self._trainer is None:
             self._trainer = Trainer(self._network, self._likelihood())
-        if not incremental and len(train) > SINGLE:
+        if not incremental and len(train) > FEW:
             self._network.cast_(np.float32)
         self._train(train, validation, random, incremental)
         self._network.cast_(X.dtype)
@@ -191,9 +190,9 @@ class BaseMLP(BaseEstimator):
     def _batch_size(self, rows: Rows) -> int:
         n = len(rows)
         if self.batch_size == "auto":
-            if n <= WHOLE and not (sparse.issparse(rows.X) and n * rows.X.shape[1] > DENSE_ENTRIES):
+            if n <= FEW and not (sparse.issparse(rows.X) and n * rows.X.shape[1] > DENSE_ENTRIES):
                 return n
-            return -(-n // max(1, round(n / PART)))
+            return -(-n // max(1, round(n / BATCH)))
         if self.batch_size > n:
             warnings.warn(
                 "Got `batch_size` less than 1 or larger than sample size. It is going to be clipped", stacklevel=4

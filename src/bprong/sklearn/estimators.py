@@ -31,7 +31,7 @@ PARAMETERS = """
         The strength of the penalty on the weights, which are those for standardised features. scikit-learn's default
         is 0.0001; a natural-gradient step reaches the minimum, and a larger penalty makes that a good one.
     batch_size : int, default='auto'
-        The number of rows in a batch. 'auto': all rows up to 2,000, and about 500 beyond.
+        The number of rows in a batch. 'auto': all rows up to 1,000, and about 500 beyond.
     max_iter : int, default=200
         The largest number of iterations over the training set.
     shuffle : bool, default=True

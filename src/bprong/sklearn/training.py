@@ -35,7 +35,6 @@ class Settings:
     average          what the statistics of a batch keep of those of the batches before
     exact_entries    if a batch has at most this many rows × outputs, D is integrated over targets, and otherwise over
                      one draw for each row
-    evaluated_rows   the curvature of the quadratic model is measured on so many rows, if a batch has twice as many
     max_dim          a side with more features is whitened by its variances alone
     """
 
@@ -43,7 +42,6 @@ class Settings:
     early_refreshes: tuple[int, ...] = (0, 2, 6)
     average: float = 0.9
     exact_entries: int = 4096
-    evaluated_rows: int = 512
     max_dim: int = 2048
 
 
@@ -200,7 +198,7 @@ class Trainer:
         slopes = {name: gradient.dot(d) for name, d in directions.items()}
         found = metric = None
         if rule.evaluates(self.t):
-            found, metric = self._evaluated(known, slopes, directions, batch, random)
+            found, metric = self._evaluated(known, slopes, directions, batch)
         c = rule.choose(self.t, slopes, found, metric)
         self._update_(directions, c)
         self.t += 1
@@ -263,26 +261,12 @@ class Trainer:
             layer.factor(lam, self.rule.settings.negligible * lam, mean.dtype)
 
     def _evaluated(
-        self,
-        known: Pass,
-        slopes: Mapping[str, float],
-        named: Mapping[str, Direction],
-        batch: Batch,
-        random: np.random.RandomState,
+        self, known: Pass, slopes: Mapping[str, float], named: Mapping[str, Direction], batch: Batch
     ) -> tuple[Evaluation, tuple[Tensor, Tensor]]:
-        """The quadratic model along the directions; their products, and those that the penalty is of.
-
-        Its curvature is measured on some rows of a large batch.
-        """
+        """The quadratic model along the directions; their products, and those that the penalty is of."""
         directions = list(named.values())
-        z, mean, share = known.z, known.mean, batch.share
-        if len(mean) > 2 * self.settings.evaluated_rows:
-            rows = random.choice(len(mean), self.settings.evaluated_rows, replace=False)
-            z = [z_i[rows] for z_i in z]
-            mean = mean[rows]
-            share = share[rows] / share[rows].sum()
-        V = [self.network.change(z, d) for d in directions]
-        FV = [share[:, None] * self.likelihood.fisher_times(mean, v) for v in V]
+        V = [self.network.change(known.z, d) for d in directions]
+        FV = [batch.share[:, None] * self.likelihood.fisher_times(known.mean, v) for v in V]
         G = _table(directions, directions, Direction.dot)
         penalty = batch.penalty * _table(directions, directions, Direction.dot_weights)
         of_penalty = [batch.penalty * self.network.parameters.dot_weights(d) for d in directions]
