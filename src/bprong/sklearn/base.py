@@ -125,7 +125,7 @@ class BaseMLP(BaseEstimator):
             rows.weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             rows = rows.take(np.flatnonzero(rows.weight))
             if not len(rows):
-                raise ValueError("All sample weights are zero; at least one must be positive.")
+                raise ValueError("Sample weights must contain at least one non-zero number.")
         if first:
             self._start(rows, sizes)
         random = check_random_state(self.random_state)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -198,17 +198,25 @@ class Trainer:
         slopes = {name: gradient.dot(d) for name, d in directions.items()}
         found = metric = None
         if rule.evaluates(self.t):
-            found, metric = self._evaluated(known, slopes, directions, batch)
+            found, metric = self._evaluated(known, list(directions.values()), batch)
         c = rule.choose(self.t, slopes, found, metric)
         self._update_(directions, c)
         self.t += 1
         self.pending = None if batch.whole or found is None else directions["whitened"]
-        if found is not None:
+        loss = known.nll + self._penalty(parameters, batch)
+        if found is not None and metric is not None:
             now = self._passed(batch)
             self._known = now if batch.whole else None
-            if not rule.update_damping(found, c, now.nll - known.nll):
+            change = now.nll + self._penalty(self.network.parameters, batch) - loss
+            # λ is judged by the whole loss: at its minimum the slopes of −log p and of the penalty cancel.
+            whole = replace(found, Q=found.Q + metric[1], slopes=torch.from_numpy(np.array(list(slopes.values()))))
+            if not rule.update_damping(whole, c, change):
                 self._undo_()
-        return known.nll + batch.penalty * parameters.dot_weights(parameters) / 2
+        return loss
+
+    @staticmethod
+    def _penalty(parameters: Direction, batch: Batch) -> float:
+        return batch.penalty * parameters.dot_weights(parameters) / 2
 
     def _passed(self, batch: Batch) -> Pass:
         """A forward pass."""
@@ -261,17 +269,14 @@ class Trainer:
             layer.factor(lam, self.rule.settings.negligible * lam, mean.dtype)
 
     def _evaluated(
-        self, known: Pass, slopes: Mapping[str, float], named: Mapping[str, Direction], batch: Batch
+        self, known: Pass, directions: list[Direction], batch: Batch
     ) -> tuple[Evaluation, tuple[Tensor, Tensor]]:
-        """The quadratic model along the directions; their products, and those that the penalty is of."""
-        directions = list(named.values())
+        """The quadratic model of −log p along the directions; their products, and the curvature of the penalty."""
         V = [self.network.change(known.z, d) for d in directions]
         FV = [batch.share[:, None] * self.likelihood.fisher_times(known.mean, v) for v in V]
         G = _table(directions, directions, Direction.dot)
         penalty = batch.penalty * _table(directions, directions, Direction.dot_weights)
-        of_penalty = [batch.penalty * self.network.parameters.dot_weights(d) for d in directions]
-        own = torch.from_numpy(np.array(list(slopes.values())) - of_penalty)
-        return Evaluation(_table(V, FV, np.vdot), known.nll, own, len(known.mean)), (G, penalty)
+        return Evaluation(_table(V, FV, np.vdot), known.nll, torch.zeros(len(V)), len(known.mean)), (G, penalty)
 
 
 def _table(left: list[T], right: list[T], product: Callable[[T, T], float]) -> Tensor:
