@@ -303,6 +303,18 @@ def test_warm_start_goes_on_from_the_weights(estimator):
     np.testing.assert_array_equal(outputs(cold, X), before)
 
 
+def test_a_warm_start_on_other_data_is_a_fit_of_its_own():
+    """It goes on although the loss is higher than before, and early stopping may be switched on and off."""
+    X, y = problem(MLPRegressor)
+    model = MLPRegressor(random_state=0, warm_start=True).fit(X, y)
+    model.fit(X, -y)
+    assert model.n_iter_ > 5
+    assert model.score(X, -y) > 0.9
+    assert model.set_params(early_stopping=True).fit(X, y).best_loss_ is None
+    assert len(model.validation_scores_) == model.n_iter_
+    assert model.set_params(early_stopping=False).fit(X, y).best_loss_ == min(model.loss_curve_)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_partial_fit(estimator):
     """Also in a copy that was pickled on the way."""
@@ -380,6 +392,7 @@ def test_targets_and_weights_are_checked():
         model.fit(X, y, sample_weight=np.zeros(len(y)))
     with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
         model.fit(X, y, sample_weight=-np.ones(len(y)))
+    model = clone(model)
     with pytest.raises(ValueError, match="classes must be passed on the first call to partial_fit"):
         model.partial_fit(X, y)
     model.partial_fit(X, y, classes=[0, 1, 2])

@@ -166,10 +166,10 @@ class BaseMLP(BaseEstimator):
         self.n_iter_ = 0
         self.t_ = 0
         self.loss_curve_: list[float] = []
-        self._without_improvement = 0
-        self.best_loss_ = None if self.early_stopping else np.inf
-        self.validation_scores_: list[float] | None = [] if self.early_stopping else None
-        self.best_validation_score_ = -np.inf if self.early_stopping else None
+        self.validation_scores_: list[float] | None = None
+        self.best_validation_score_: float | None = None
+        self.best_loss_: float | None = None
+        self._lowest = np.inf  # loss of this fit
 
     def _divided(self, rows: Rows, random: np.random.RandomState) -> tuple[Rows, Rows | None]:
         """The rows to train with and, for early stopping, those to validate with."""
@@ -225,8 +225,9 @@ class BaseMLP(BaseEstimator):
         if size == len(rows) and not incremental:
             (whole,) = self._batches(rows, size, penalty, random)
             whole.whole = True
-        progress = Progress(self.verbose, 1 if incremental else self.max_iter)
+        self._reset_improvement(validation is not None, incremental)
         best = self._network.copy()
+        progress = Progress(self.verbose, 1 if incremental else self.max_iter)
         self.n_iter_ = 0
         try:
             for _ in range(1 if incremental else self.max_iter):
@@ -234,27 +235,38 @@ class BaseMLP(BaseEstimator):
                 total = sum(self._trainer.step(batch, random) * len(batch.X) for batch in batches)
                 self._note(total / len(rows), len(rows))
                 score = None if validation is None else self._validated(validation)
-                if validation is not None and score == self.best_validation_score_:
+                if score is not None and score == self.best_validation_score_:
                     best = self._network.copy()
                 progress.iteration(self.n_iter_, self.loss_, score)
-                if self._without_improvement > self.n_iter_no_change:
-                    what = "Training loss" if validation is None else "Validation score"
-                    progress.end(
-                        f"{what} did not improve more than tol={self.tol:f} for {self.n_iter_no_change} "
-                        f"consecutive epochs. Stopping."
-                    )
+                if self._has_stopped(progress):
                     break
             else:
                 if not incremental:
-                    warnings.warn(
-                        f"Maximum iterations ({self.max_iter}) reached and the optimization hasn't converged yet.",
-                        ConvergenceWarning,
-                        stacklevel=4,
-                    )
+                    message = f"Maximum iterations ({self.max_iter}) reached and the optimization hasn't converged yet."
+                    warnings.warn(message, ConvergenceWarning, stacklevel=4)
         except KeyboardInterrupt:
             warnings.warn("Training interrupted by user.", stacklevel=4)
-        if validation is not None and self.validation_scores_:
+        if validation is not None:
             self._network = best
+
+    def _reset_improvement(self, validates: bool, incremental: bool) -> None:
+        """Every fit decides for itself when to stop, also if it starts from the weights of the last one."""
+        self._without_improvement = 0
+        if not incremental:
+            self._lowest = np.inf
+        if validates and self.validation_scores_ is None:
+            self.validation_scores_ = []
+            self.best_validation_score_ = -np.inf
+        self.best_loss_ = None if validates else min(self.loss_curve_, default=np.inf)
+
+    def _has_stopped(self, progress: Progress) -> bool:
+        """Whether more than `n_iter_no_change` iterations in a row brought no improvement."""
+        if self._without_improvement <= self.n_iter_no_change:
+            return False
+        what = "Validation score" if self.early_stopping else "Training loss"
+        allowed = self.n_iter_no_change
+        progress.end(f"{what} did not improve more than tol={self.tol:f} for {allowed} consecutive epochs. Stopping.")
+        return True
 
     def _note(self, loss: float, rows: int) -> None:
         """Notes the loss of an iteration, and whether it is lower than before."""
@@ -263,18 +275,18 @@ class BaseMLP(BaseEstimator):
         self.loss_ = loss
         self.loss_curve_.append(loss)
         if self.best_loss_ is not None:
-            self._without_improvement = self._without_improvement + 1 if loss > self.best_loss_ - self.tol else 0
+            self._without_improvement = self._without_improvement + 1 if loss > self._lowest - self.tol else 0
+            self._lowest = min(self._lowest, loss)
             self.best_loss_ = min(self.best_loss_, loss)
 
     def _validated(self, rows: Rows) -> float:
-        """Notes the validation score, and whether it is higher than before."""
+        """The validation score; notes it, and whether it is higher than before."""
         assert self.validation_scores_ is not None
         assert self.best_validation_score_ is not None
         score = self._validation_score(rows.X, rows.Y, rows.weight)
         self.validation_scores_.append(score)
-        self._without_improvement = (
-            self._without_improvement + 1 if score < self.best_validation_score_ + self.tol else 0
-        )
+        better = score >= self.best_validation_score_ + self.tol
+        self._without_improvement = 0 if better else self._without_improvement + 1
         self.best_validation_score_ = max(self.best_validation_score_, score)
         return score
 

@@ -18,8 +18,9 @@ from bprong.sklearn.scaling import Scaling
 
 PARAMETERS = """
     Features{targets} are standardised inside, by the training set's means and variances (those of the first call, with
-    `warm_start` and `partial_fit`), so that their scales do not matter. The loss that is minimised is {loss},
-    averaged over rows, plus ½ `alpha` ‖weights‖² divided by the number of rows.
+    `warm_start` and `partial_fit`), so that their scales do not matter. The loss is the mean over rows of
+    {loss}, plus ½ `alpha` ‖weights‖² divided by the number of rows.
+    Up to 1,000 rows training computes in the dtype of X, with more rows in float32.
 
     Parameters
     ----------
@@ -238,7 +239,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     targets=" and targets",
     alpha="3.0",
     score=", R² on the rows held out",
-    loss="half the squared error of standardised\n    targets, summed over outputs",
+    loss="half the squared error of standardised targets, summed over outputs",
     attributes="",
 )
 class MLPRegressor(RegressorMixin, BaseMLP):
