@@ -10,7 +10,7 @@ Each problem is run twice. "standardised": features with means 0 and variances 1
 ten between −3 and 3.
 
 The constants of training and the defaults of `alpha`, `tol` and `n_iter_no_change` were chosen with these problems in
-view; the three called "kept aside" were not run before.
+view, without the three called "kept aside".
 
     python benchmarks/sklearn_scores.py            20 minutes on one core; runs what docs/scikit-learn.csv lacks
 """

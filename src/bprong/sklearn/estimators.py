@@ -39,7 +39,7 @@ PARAMETERS = """
         Whether to shuffle rows before each iteration, if there are several batches.
     random_state : int, RandomState instance or None, default=None
         Determines the initial weights, the validation set, the batches and the targets that are sampled.
-    tol : float, default=1e-3
+    tol : float, default={tol}
         An iteration that improves the loss, or with `early_stopping` the score, by less counts as no improvement.
     verbose : bool, default=False
         Shows progress: a bar on a terminal, one line for each iteration elsewhere.
@@ -87,6 +87,7 @@ def _documented(**words: str) -> Any:
 @_documented(
     targets="",
     alpha="1.0",
+    tol="1e-3",
     loss="the cross-entropy, summed over labels",
     score=", the accuracy on the rows held out",
     attributes="""    classes_ : ndarray of shape (n_classes,)
@@ -238,6 +239,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
 @_documented(
     targets=" and targets",
     alpha="3.0",
+    tol="1e-4",
     score=", R² on the rows held out",
     loss="half the squared error of standardised targets, summed over outputs",
     attributes="",
@@ -266,7 +268,7 @@ class MLPRegressor(RegressorMixin, BaseMLP):
         max_iter: int = 200,
         shuffle: bool = True,
         random_state: Any = None,
-        tol: float = 1e-3,
+        tol: float = 1e-4,
         verbose: bool = False,
         warm_start: bool = False,
         early_stopping: bool = False,
