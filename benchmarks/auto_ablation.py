@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from harness import training
 from harness.command_line import CommandLine
 from harness.rows import Log, grouped
@@ -76,7 +77,7 @@ def never_undone(self: AutoRule, *arguments: Any) -> bool:
 
 
 def plain_average(self: AutoRule, names: list[str], c: Any) -> Any:
-    before = c.new_tensor([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
+    before = np.array([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
     return self.settings.keep * before + (1 - self.settings.keep) * c
 
 

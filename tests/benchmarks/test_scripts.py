@@ -63,6 +63,7 @@ def test_a_log_resumes(tmp_path):
         ("layers.csv", "layer_races"),
         ("modern.csv", "modern_networks"),
         ("safe-rates.csv", "safe_rates"),
+        ("scikit-learn.csv", "sklearn_scores"),
         ("recipes.csv", "recipe_search"),
         ("spectral-choices.csv", "spectral_choices"),
         ("statistics-price.csv", "statistics_price"),

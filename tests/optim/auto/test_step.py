@@ -129,7 +129,8 @@ def test_the_first_two_steps_minimise_the_quadratic_model(kind, decay):
         slope = float(slopes[0])
         slopes[0] *= trust
         most = [math.inf, SETTINGS.most_momentum][: len(d)]
-        c = minimiser(d @ F_ @ d.T + (lam + decay) * d @ d.T, slopes, most)
+        A = d @ F_ @ d.T + (lam + decay) * d @ d.T
+        c = torch.from_numpy(minimiser(A.numpy(), slopes.numpy(), most))
         length = float(c @ d @ F_ @ d.T @ c) / 2
         c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.cautious * 2**step / length))
         slope_change = float(delta @ F_ @ (c @ d) + decay * delta @ (c @ d))

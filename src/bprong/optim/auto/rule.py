@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.quadratic import minimiser
+from bprong.linalg.quadratic import Array, minimiser
 from bprong.optim.auto.evaluation import Evaluation
 from bprong.optim.auto.settings import SETTINGS, AutoSettings, AutoState, Parts
 from bprong.whitening.layers import Layer
@@ -74,8 +74,9 @@ class AutoRule(AutoState):
 
     def update_damping(self, found: Evaluation, c: Parts, change: float) -> bool:
         """Adapts λ to what the loss did. False: it rose so much, or is not finite, that the step is to be undone."""
-        coefficients = torch.tensor(list(c.values()), dtype=torch.float64, device="cpu")
-        predicted = float(found.slopes @ coefficients + coefficients @ found.Q @ coefficients / 2)
+        coefficients = np.array(list(c.values()))
+        Q = np.asarray(found.Q)
+        predicted = float(np.asarray(found.slopes) @ coefficients + coefficients @ Q @ coefficients / 2)
         self.ratio = change / predicted if predicted < 0 else None
         good = math.isfinite(change) and change <= 2 * self._bound()
         self.caution = min(1.0, 2 * self.caution) if good else self.caution
@@ -126,10 +127,10 @@ class AutoRule(AutoState):
 
     def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], lr: float) -> Parts:
         """The coefficients that minimise the quadratic model, averaged and within the bounds."""
-        Q = found.Q
-        G, penalty = metric
+        Q = np.asarray(found.Q)
+        G, penalty = (np.asarray(products) for products in metric)
         self.slope = slopes["whitened"]
-        b = torch.tensor(list(slopes.values()), dtype=torch.float64, device="cpu")
+        b = np.array(list(slopes.values()))
         b[0] *= self.trust
         b[slice(None) if self.overshoots else 0] *= self.brake
         most = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
@@ -137,18 +138,18 @@ class AutoRule(AutoState):
         if t >= self.evaluate_until:
             c = self._averaged(list(slopes), c)
         self.coefficients = dict(zip(slopes, c.tolist(), strict=True))
-        c = self._allowed(c * c.new_tensor([1.0 if name == "last" else lr for name in slopes]), Q)
+        c = self._allowed(c * np.array([1.0 if name == "last" else lr for name in slopes]), Q)
         self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
         self.length = float(c @ Q @ c) / 2
         self.slope_change = float((Q + penalty)[0] @ c)
         self.curvature_ratio = 2 * self.length / max(self.lam * float(c @ G @ c), 1e-300)
         return dict(zip(slopes, c.tolist(), strict=True))
 
-    def _averaged(self, names: list[str], c: Tensor) -> Tensor:
+    def _averaged(self, names: list[str], c: Array) -> Array:
         """The average of c with the coefficients before. α is clamped first, and afterwards at most twice its value."""
-        before = c.new_tensor([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
+        before = np.array([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
         if before[0] > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
-            c[0] = c[0].clamp(self.settings.cautious * before[0], before[0] / self.settings.cautious)
+            c[0] = min(max(c[0], self.settings.cautious * before[0]), before[0] / self.settings.cautious)
         mean = self.settings.keep * before + (1 - self.settings.keep) * c
         mean[0] = min(float(mean[0]), 2 * float(c[0]))  # a small α of this batch counts at once
         return mean
@@ -163,7 +164,7 @@ class AutoRule(AutoState):
 
     # Bounds -----------------------------------------------------------------------------------------------------------
 
-    def _allowed(self, c: Tensor, Q: Tensor) -> Tensor:
+    def _allowed(self, c: Array, Q: Array) -> Array:
         return c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
 
     def _allowed_part(self, alpha: float, length: float, slope: float) -> float:
