@@ -60,7 +60,11 @@ def test_the_distributed_example_runs_in_one_process() -> None:
     """In several ones it is run by tests/distributed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     done = subprocess.run(
-        [*command, str(SCRIPTS["distributed"]), "--steps", "30"], capture_output=True, text=True, timeout=120, check=True
+        [*command, str(SCRIPTS["distributed"]), "--steps", "30"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert "1 processes, 30 steps: loss 0.0" in done.stdout
 
