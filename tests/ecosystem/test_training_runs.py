@@ -23,7 +23,7 @@ from helpers import assert_unchanged, mlp, snapshot
 from tiny import gpt2, inside, language_batches, optimizer_of, train
 from training import assert_same_path
 
-# Lightning --------------------------------------------------------------------------------------------------------------
+# Lightning ------------------------------------------------------------------------------------------------------------
 
 
 class Resumable(DataLoader):
@@ -142,7 +142,7 @@ def test_a_trained_lightning_module_becomes_torchscript_by_tracing(tmp_path: Pat
     assert trainer.optimizers
 
 
-# transformers' Trainer --------------------------------------------------------------------------------------------------
+# transformers' Trainer ------------------------------------------------------------------------------------------------
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
