@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from bprong.errors import install_command
 from bprong.optim.optimizer import BPRONG
 from bprong.optim.report import RULE_NUMBERS, Report
 from bprong.whitening.side import SIDES
@@ -25,7 +26,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f"{missing.name} is not installed: pip install 'bprong[live]'") from missing
+    raise ModuleNotFoundError(f"{missing.name} is not installed: {install_command('live')}") from missing
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 48  # points of a curve, each a character

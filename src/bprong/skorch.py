@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from bprong.errors import install_command
 from bprong.optim.optimizer import BPRONG
 
 try:
     import skorch
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f"{missing.name} is not installed: pip install 'bprong[skorch]'") from missing
+    raise ModuleNotFoundError(f"{missing.name} is not installed: {install_command('skorch')}") from missing
 
 
 class GivesModule:

@@ -123,7 +123,7 @@ WAYS: dict[str, Callable[[nn.Module], Tensor]] = {
     "torch.jit.trace in eval mode": by_jit_in_eval_mode,
     "torch.fx.symbolic_trace": by_fx,
     "make_fx": by_make_fx,
-    "torch.export": by_export,
+    **({"torch.export": by_export} if hasattr(torch.compiler, "is_exporting") else {}),  # not with torch 2.6
     "functional_call": by_functional_call,
     "vmap of gradients": by_vmap,
     "Jacobians": by_jacobian,
