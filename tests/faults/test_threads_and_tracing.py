@@ -70,7 +70,7 @@ def test_a_model_may_change_its_dtype_under_auto(dtypes: tuple[torch.dtype, torc
 
 def by_jit(model: nn.Module) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         return torch.jit.trace(model, X)(X)
 
 
@@ -112,7 +112,7 @@ def by_vmap(model: nn.Module) -> Tensor:
 
 def by_jacobian(model: nn.Module) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch at itself, at the first use
+        warnings.simplefilter("ignore")  # of torch at itself, at the first use
         torch.func.jacrev(model)(X[0])
         torch.func.jvp(model, (X,), (X,))
     return model(X)
@@ -168,7 +168,7 @@ def test_a_traced_model_holds_nothing_of_the_optimizer(lr: Rate) -> None:
 
     def operations() -> list[str]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")
             return [node.kind() for node in torch.jit.trace(model, X).inlined_graph.nodes()]
 
     expected = operations()
@@ -183,7 +183,7 @@ def test_scripting_fails_with_a_message_that_says_what_to_do() -> None:
     model = mlp(5, 4, 3)
     optimizer = bprong.BPRONG(model, "cross_entropy")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match="torch.export.export(?s:.*)delete the optimizer"):
             torch.jit.script(model)
         del optimizer
