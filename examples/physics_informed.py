@@ -2,6 +2,8 @@
 
 The network carries u, u′ and u″ through its layers, so that each layer is used three times in a forward pass: on z, on
 z′ and on z″. The optimizer finds these uses. What the model returns are residuals, and the loss is their mean square.
+Adam gets as many steps as fit into about the same time, at the best of the rates 0.001, 0.003, 0.01 and 0.03 (one
+seed). It becomes about as accurate there; at the two largest rates its error is forty to fifty times larger.
 
 pip install bprong
 python examples/physics_informed.py
@@ -16,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
-
-STEPS = 500
 
 
 def exact(x: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ class Residuals(nn.Module):
         return torch.cat((u2[:-2] - f(x), 30 * u[-2:]))
 
 
-def error_after_training(make_optimizer: Callable[[nn.Module, nn.Module], torch.optim.Optimizer]) -> float:
+def error_after_training(make_optimizer: Callable[[nn.Module, nn.Module], torch.optim.Optimizer], steps: int) -> float:
     torch.manual_seed(0)
     model = Residuals().double()
     criterion = nn.MSELoss()
     optimizer = make_optimizer(model, criterion)
-    for _ in range(STEPS):
+    for _ in range(steps):
         residuals = model(torch.rand(128, 1, dtype=torch.float64))
         optimizer.zero_grad()
         criterion(residuals, torch.zeros_like(residuals)).backward()
@@ -69,16 +69,14 @@ def error_after_training(make_optimizer: Callable[[nn.Module, nn.Module], torch.
 
 def main() -> float:
     optimizers = {
-        "Adam, lr=0.01": lambda model, _: torch.optim.Adam(
-            model.parameters(), lr=0.01
-        ),  # best of 0.001, 0.003, 0.01, 0.03
-        "BPRONG": bprong.BPRONG,
+        "Adam, lr=0.001": (lambda model, _: torch.optim.Adam(model.parameters(), lr=0.001), 1800),
+        "BPRONG": (bprong.BPRONG, 500),
     }
     errors = {}
-    for name, make in optimizers.items():
+    for name, (make, steps) in optimizers.items():
         start = time.perf_counter()
-        errors[name] = error_after_training(make)
-        print(f"{name:<14} {STEPS} steps, {time.perf_counter() - start:4.1f} s: relative error {errors[name]:.1e}")
+        errors[name] = error_after_training(make, steps)
+        print(f"{name:<14} {steps:>4} steps, {time.perf_counter() - start:4.1f} s: relative error {errors[name]:.1e}")
     return errors["BPRONG"]
 
 
