@@ -11,7 +11,14 @@ ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 DOCS       := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 
-.PHONY: test test-ecosystem check docs format reproduce clean
+# Pairs of Python and torch: the lowest that are declared, and the newest. torch comes from the package index, which may
+# be a CUDA build of some gigabytes. The tests are those of what depends on torch's own code most.
+MATRIX       ?= 3.10:2.6.0 3.13:newest
+MATRIX_TESTS := tests/optim/test_optimizer.py tests/optim/test_contract.py tests/optim/test_checkpoint.py \
+	tests/optim/test_spectral.py tests/optim/auto tests/capture/test_calls.py tests/network/test_rewhitening.py \
+	tests/network/test_convert.py tests/faults/test_threads_and_tracing.py
+
+.PHONY: test test-ecosystem check docs format matrix package reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,8 +59,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+matrix:
+	tools/matrix "$(MATRIX)" $(MATRIX_TESTS)
+
+package:
+	tools/package $(PYTHON)
+
 reproduce: $(STAMP)
 	$(BIN)/bprong reproduce --resume
 
 clean:
-	rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) .venv-package .venv-wheel .venv-matrix-* site
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

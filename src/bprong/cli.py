@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import bprong
+from bprong.errors import install_command
 
 try:
     from bprong.experiments.auditing import run_audit
@@ -20,8 +21,11 @@ try:
     from bprong.experiments.reproduce import reproduce
     from bprong.experiments.runner import Config
 except ModuleNotFoundError as missing:  # the library itself works without them
+    if sys.argv[1:] == ["--version"]:
+        print(f"bprong {bprong.__version__}")
+        raise SystemExit(0) from None
     raise SystemExit(
-        f"bprong: {missing.name} is not installed; the commands require pip install 'bprong[experiments]'"
+        f"bprong: {missing.name} is not installed; the commands require {install_command('experiments')}"
     ) from missing
 
 DATA = "auto|mnist|digits|DIR"

@@ -1,7 +1,8 @@
-"""The package's own exception and warning, and how a warning finds the line of the user's code that it is about."""
+"""The package's own exception and warning, the line that a warning is about, and how missing packages are installed."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 import traceback
@@ -28,3 +29,14 @@ def warn(message: str) -> None:
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe()))
     inside = takewhile(lambda file: file.startswith(_LIBRARIES), files)
     warnings.warn(message, WhiteningWarning, stacklevel=1 + len(list(inside)))
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what an extra of bprong needs, wherever bprong itself was installed from."""
+    try:
+        requirements = importlib.metadata.requires("bprong") or []
+    except importlib.metadata.PackageNotFoundError:  # the source is on the path, and nothing is installed
+        requirements = []
+    parts = (requirement.partition(";") for requirement in requirements)
+    names = [name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'"]
+    return "pip install " + (" ".join(names) or f"'bprong[{extra}]'")

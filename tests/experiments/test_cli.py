@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+import bprong
 from bprong.cli import main
+from bprong.errors import install_command
 from bprong.experiments.methods import METHODS
 from bprong.experiments.records import read_results
 
@@ -136,21 +138,25 @@ def test_audit_of_a_runs_checkpoint(tmp_path, capsys):
     assert "no such checkpoint" in capsys.readouterr().err
 
 
-def test_without_the_extra_it_says_what_to_install(tmp_path):
-    """An interpreter in which matplotlib cannot be imported."""
+def without_matplotlib(tmp_path, *arguments):
+    """Run a command in an interpreter in which matplotlib cannot be imported."""
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('no', name='matplotlib')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "bprong.cli", "--help"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-m", "bprong.cli", *arguments]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path):
+    done = without_matplotlib(tmp_path, "--help")
     assert done.returncode == 1
     assert "matplotlib is not installed" in done.stderr
-    assert "bprong[experiments]" in done.stderr
+    assert install_command("experiments") in done.stderr
+
+
+def test_without_the_extra_it_knows_its_version(tmp_path):
+    done = without_matplotlib(tmp_path, "--version")
+    assert (done.returncode, done.stdout) == (0, f"bprong {bprong.__version__}\n")
 
 
 def test_the_library_needs_torch_and_numpy_only(tmp_path):

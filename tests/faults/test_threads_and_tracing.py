@@ -70,7 +70,7 @@ def test_a_model_may_change_its_dtype_under_auto(dtypes: tuple[torch.dtype, torc
 
 def by_jit(model: nn.Module) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         return torch.jit.trace(model, X)(X)
 
 
@@ -91,6 +91,10 @@ def by_make_fx(model: nn.Module) -> Tensor:
     return make_fx(model)(X)(X)
 
 
+def by_export(model: nn.Module) -> Tensor:
+    return torch.export.export(model, (X,)).module()(X)
+
+
 def by_functional_call(model: nn.Module) -> Tensor:
     return torch.func.functional_call(model, dict(model.named_parameters()), (X,))
 
@@ -108,7 +112,7 @@ def by_vmap(model: nn.Module) -> Tensor:
 
 def by_jacobian(model: nn.Module) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch at itself, at the first use
+        warnings.simplefilter("ignore")  # of torch at itself, at the first use
         torch.func.jacrev(model)(X[0])
         torch.func.jvp(model, (X,), (X,))
     return model(X)
@@ -119,6 +123,7 @@ WAYS: dict[str, Callable[[nn.Module], Tensor]] = {
     "torch.jit.trace in eval mode": by_jit_in_eval_mode,
     "torch.fx.symbolic_trace": by_fx,
     "make_fx": by_make_fx,
+    **({"torch.export": by_export} if hasattr(torch.compiler, "is_exporting") else {}),  # not with torch 2.6
     "functional_call": by_functional_call,
     "vmap of gradients": by_vmap,
     "Jacobians": by_jacobian,
@@ -163,7 +168,7 @@ def test_a_traced_model_holds_nothing_of_the_optimizer(lr: Rate) -> None:
 
     def operations() -> list[str]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")
             return [node.kind() for node in torch.jit.trace(model, X).inlined_graph.nodes()]
 
     expected = operations()
@@ -171,6 +176,18 @@ def test_a_traced_model_holds_nothing_of_the_optimizer(lr: Rate) -> None:
     assert operations() == expected
     train(model, optimizer, [(X, Y)])
     assert operations() == expected
+
+
+def test_scripting_fails_with_a_message_that_says_what_to_do() -> None:
+    """torch.jit.script compiles hooks, which cannot be compiled here; it works once the optimizer is gone."""
+    model = mlp(5, 4, 3)
+    optimizer = bprong.BPRONG(model, "cross_entropy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="torch.export.export(?s:.*)delete the optimizer"):
+            torch.jit.script(model)
+        del optimizer
+        assert_close(torch.jit.script(model)(X), model(X), 1e-12)
 
 
 # 16. Threads ----------------------------------------------------------------------------------------------------------

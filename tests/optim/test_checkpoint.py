@@ -1,6 +1,7 @@
 """Checkpoints by torch.distributed.checkpoint, which keeps what is in the states of parameters and nothing else."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from helpers import assert_unchanged, classification, mlp, snapshot
 from training import train
 
 X, Y = classification(60, 5, 3)
+ALONE = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}  # older torch finds out itself
+FLATTENS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)  # states that hold a dict
 RULES = {
     "fixed": {"lr": 0.05},
     "momentum": {"lr": 0.05, "momentum": 0.9, "every": 2},
@@ -34,7 +37,11 @@ def started(rule, model):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize(
+    "flat",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not FLATTENS, reason="torch < 2.10 flattens no dict"))],
+    ids=["nested", "flattened"],
+)
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_continues_bit_for_bit(rule, steps, flat, tmp_path):
@@ -43,11 +50,11 @@ def test_a_run_continues_bit_for_bit(rule, steps, flat, tmp_path):
     train(model, optimizer, [(X, Y)] * steps)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
-    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path, **ALONE)
     other = with_norm()
     resumed = started(rule, other)
     loaded = dict(zip(("model", "optimizer"), get_state_dict(other, resumed, options=options), strict=True))
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(loaded, checkpoint_id=tmp_path, **ALONE)
     set_state_dict(
         other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
     )

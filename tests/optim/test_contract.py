@@ -55,6 +55,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # of torch 2.6 at its own SequentialLR
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_each_step_is_as_long_as_the_scheduler_says(name):
     """At the lr that the scheduler has left in the group, the step is that multiple of the step at lr 1."""

@@ -89,6 +89,7 @@ def test_activation_checkpointing(reentrant):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # of torch 2.6 at itself
 @pytest.mark.parametrize(
     ("given", "backend"),
     [("compiled", default_backend()), ("compiled", "aot_eager"), ("inner", "aot_eager"), ("in place", "aot_eager")],

@@ -52,7 +52,7 @@ class Listener:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         training = module.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            if self.wanted and training:
+            if self.wanted and training and not _is_exporting():
                 self.compiled = ((args, kwargs), self.compiled)
             return
         # A model that calls itself is called once.
@@ -61,6 +61,8 @@ class Listener:
         self._running.append(None if owner is None else owner.begin(args, kwargs))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        # torch.jit.script, which shows these lines, cannot compile the hooks of an optimizer. Use torch.export.export
+        # or torch.jit.trace (Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting.
         if torch.compiler.is_compiling() or not self._running:
             return
         begun = self._running.pop()
@@ -79,6 +81,11 @@ class Listener:
         """The calls of the model that are running in this thread."""
         running: list[Any] = self._thread.__dict__.setdefault("running", [])
         return running
+
+
+def _is_exporting() -> bool:
+    """Whether torch.export calls the model, with tensors that have no values."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))  # is_exporting() is missing in torch 2.6
 
 
 def _is_transformed() -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from bprong.errors import install_command
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 FILES = {  # the four parts of a data set, under the names of MNIST's files
@@ -40,7 +42,7 @@ def import_extra(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is required but not installed: pip install 'bprong[experiments]'") from error
+        raise ImportError(f"{module} is required but not installed: {install_command('experiments')}") from error
 
 
 def read(path: Path, limit: int) -> bytearray:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.directions import dot, norm
 from bprong.optim.fallback import Fallback
-from bprong.optim.rules import GivenDamping, Gradients, States, StepRule
+from bprong.optim.rules import GivenDamping, Gradients, Group, States, StepRule
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.side import Side
 
@@ -29,6 +30,11 @@ class FixedRate(StepRule):
         self._damping = damping
         self._max_step = max_step
         self._fallback = fallback
+        self._momentum = 0.0  # the largest that was given, before a scheduler changed it
+        self._warned = False
+
+    def check_group(self, group: Group) -> None:
+        self._momentum = max(self._momentum, float(group["momentum"]))
 
     def damping(self, layer: Layer, side: Side) -> Damping:
         return self._damping.of(side)
@@ -42,6 +48,7 @@ class FixedRate(StepRule):
                 _momentum(p, gradients.states)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
+        self._warn_of_cycled_momentum(gradients)
         groups = gradients.groups
         rates = {p: float(group["lr"]) for p, group in groups.items()}
         directions = layers.steps(gradients.values, rates)
@@ -59,6 +66,19 @@ class FixedRate(StepRule):
             if p not in directions:
                 _decay_(p, groups[p])
                 self._fallback.step_(p, g, gradients.states[p], float(groups[p]["lr"]))
+
+    def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
+        """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""
+        if self._warned or self._max_step is not None or self._momentum:
+            return
+        cycled = max((float(group.get("max_momentum", 0)) for group in gradients.groups.values()), default=0.0)
+        if cycled:
+            self._warned = True
+            warn(
+                f"a scheduler, such as OneCycleLR or CyclicLR, has written a momentum of up to {cycled:g} into the "
+                f"parameter groups, although none was given: steps become up to {1 / (1 - cycled):.0f} times longer, "
+                f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
+            )
 
     def _scale(self, directions: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
         """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound.

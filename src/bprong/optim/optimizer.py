@@ -182,7 +182,8 @@ class BPRONG(Optimizer):
             name = type(self).__name__
             raise TypeError(
                 f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
-                f"{name}(model.parameters(), ...). Use params= to select parameters"
+                f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
+                f"parameters only, there are the networks of bprong.skorch"
             )
 
     def _rule_of(

@@ -217,7 +217,7 @@ def test_the_coefficient_of_adams_direction_is_a_learning_rate():
     """Adam's first direction is the sign of the gradient, so that it is the length of the first step."""
     model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
     before = [p.detach().clone() for p in model[1].parameters()]
-    optimizer = auto(model)
+    optimizer = auto(model, options={"fisher": "exact"})
     train(model, optimizer, [DATA])
     beta = optimizer._rule.rule.coefficients["adam"]
     assert 0 < beta <= SETTINGS.most_fallback

@@ -148,7 +148,8 @@ def _at(run: Callable[[], Tensor], direction: Direction, step: float) -> Tensor:
 
 @functools.cache
 def _import_decompositions() -> None:
-    """Imports torch's jvp decompositions once, silencing the DeprecationWarning that torch raises at itself."""
+    """Imports torch's jvp decompositions once, silencing the warnings of deprecation that torch raises at itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15
         importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -1,0 +1,102 @@
+"""bprong.skorch: skorch's networks give BPRONG the module and the criterion, and stay scikit-learn's estimators."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import skorch
+import torch
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+
+import bprong
+from bprong.skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
+from helpers import assert_unchanged, classification, snapshot
+
+X, Y = (values.numpy() for values in classification(60, 5, 3))
+X = X.astype("float32")
+SETTINGS: dict[str, Any] = {"max_epochs": 4, "batch_size": 20, "train_split": None, "verbose": 0}
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width: int = 6, outputs: int = 3, squeezed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, outputs))
+        self.squeezed = squeezed
+
+    def forward(self, X: Tensor) -> Tensor:
+        found = self.net(X)
+        return found.squeeze(1) if self.squeezed else found
+
+
+@pytest.mark.parametrize("lr", [0.05, "auto"])
+def test_a_network_takes_the_path_of_a_plain_loop(lr: Any) -> None:
+    net = NeuralNetClassifier(Perceptron, lr=lr, optimizer__every=2, **SETTINGS).fit(X, Y)
+    model = Perceptron()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = bprong.BPRONG(model, criterion, lr=lr, every=2)
+    for _ in range(4):
+        for x, y in zip(torch.tensor(X).split(20), torch.tensor(Y).split(20), strict=True):
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    assert_unchanged(snapshot(model), snapshot(net.module_))
+
+
+def test_all_kinds_of_networks_learn() -> None:
+    labels = (Y == 1).astype("float32")
+    numbers = X[:, :1] - X[:, 1:2]
+    binary = NeuralNetBinaryClassifier(Perceptron, module__outputs=1, module__squeezed=True, **SETTINGS)
+    regressor = NeuralNetRegressor(Perceptron, module__outputs=1, **SETTINGS)
+    for net, y in ((NeuralNetClassifier(Perceptron, **SETTINGS), Y), (binary, labels), (regressor, numbers)):
+        losses = net.fit(X, y).history[:, "train_loss"]
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_pipeline_in_a_grid_search() -> None:
+    pipeline = make_pipeline(StandardScaler(), NeuralNetClassifier(Perceptron, **SETTINGS))
+    grid = {"neuralnetclassifier__lr": ["auto", 0.05], "neuralnetclassifier__module__width": [4, 6]}
+    search = GridSearchCV(pipeline, grid, cv=2, error_score="raise").fit(X, Y)
+    assert search.best_score_ > 0.7
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+
+
+def test_clones_pickles_and_checkpoints(tmp_path: Path) -> None:
+    """A clone has the settings; a network that was pickled or saved in mid-training goes on bit for bit."""
+    net = NeuralNetClassifier(Perceptron, lr=0.05, optimizer__momentum=0.5, **SETTINGS)
+    assert clone(net).get_params()["optimizer__momentum"] == 0.5
+    net.fit(X, Y)
+    files = {f"f_{name}": tmp_path / f"{name}.pt" for name in ("params", "optimizer")}
+    net.save_params(**files)
+    pickled = pickle.loads(pickle.dumps(net))
+    saved = clone(net).initialize()
+    saved.load_params(**files)
+    for one in (net, pickled, saved):
+        one.partial_fit(X, Y)
+    assert_unchanged(snapshot(net.module_), snapshot(pickled.module_))
+    assert_unchanged(snapshot(net.module_), snapshot(saved.module_))
+
+
+def test_parameter_groups_by_name() -> None:
+    groups = [("net.0*", {"lr": 0.01})]
+    net = NeuralNetClassifier(Perceptron, lr=0.05, optimizer__param_groups=groups, **SETTINGS).fit(X, Y)
+    assert [group["lr"] for group in net.optimizer_.param_groups] == [0.01, 0.05]
+
+
+def test_skorchs_own_network_fails_with_a_message_that_names_ours() -> None:
+    with pytest.raises(TypeError, match="bprong.skorch"):
+        skorch.NeuralNetClassifier(Perceptron, optimizer=bprong.BPRONG, **SETTINGS).fit(X, Y)
+
+
+def test_probabilities_instead_of_logits_are_noticed() -> None:
+    """skorch's default criterion, NLLLoss, takes the logarithm of what the module returns."""
+    with pytest.warns(bprong.WhiteningWarning, match="CrossEntropyLoss"):
+        NeuralNetClassifier(Perceptron, criterion=nn.NLLLoss, **SETTINGS).fit(np.abs(X), Y)
