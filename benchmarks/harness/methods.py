@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from harness.muon import Muon
-from harness.search import Choice, LogUniform, Space
 from torch import nn
 from torch.optim import Optimizer
 
 import bprong
+from bprong.experiments.bench.muon import Muon
+from bprong.experiments.bench.search import Choice, LogUniform, Space
 
 Settings = dict[str, Any]
 
