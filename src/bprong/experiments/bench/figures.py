@@ -78,7 +78,10 @@ def races(summary: Summary, records: Records, goal: Goal, unit: Unit) -> Figure:
     chosen = median_runs(records, goal)
     for axes, workload in zip(panels, workloads, strict=False):
         runs = {method: record for (name, method), record in chosen.items() if name == workload}
-        draw_race(axes, workload, runs, goal, unit)
+        if runs:
+            draw_race(axes, workload, runs, goal, unit)
+        else:
+            axes.text(0.5, 0.5, f"{workload}: no run on fresh seeds", transform=axes.transAxes, ha="center")
     for axes in panels[len(workloads) :]:
         axes.set_visible(False)
     shown = [name for name in STYLES if any(method == name for _, method in chosen)]
