@@ -128,10 +128,11 @@ METHODS: dict[str, Method] = {
         fixed={"lr": 0.0025, "own_warmup": 0.02, "warmup": 0.0}, needs="schedulefree",
     ),
     "prong": Method(
-        "PRONG", optimizers.prong, space(1e-3, 0.3, COUPLED, momentum=Choice([0.0, 0.9])), price=1.3,
+        "PRONG", optimizers.prong, space(1e-3, 0.1, COUPLED), fixed={"momentum": 0.9}, price=1.3,
     ),
     "bprong": Method(
-        "BPRONG, fixed rate", optimizers.bprong_, space(3e-3, 0.3, COUPLED, momentum=Choice([0.0, 0.9])), price=1.5,
+        "BPRONG, fixed rate", optimizers.bprong_,
+        space(2e-3, 0.1, COUPLED, by_variance=Choice([0.0, 0.3])), fixed={"momentum": 0.9}, price=1.5,
     ),
     "bprong-spectral": Method(
         "BPRONG, spectral", optimizers.bprong_, space(5e-3, 1e-1, damping=Choice([0.1, 1.0])),

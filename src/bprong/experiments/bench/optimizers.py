@@ -62,8 +62,10 @@ def prong(model: nn.Module, loss: Loss, settings: Settings, _steps: int) -> Trai
 
 
 def bprong_(model: nn.Module, loss: Loss, settings: Settings, _steps: int) -> Trainer:
-    """`damping` is that of both sides, relative to the mean eigenvalue."""
+    """`damping`: of both sides, relative to the mean eigenvalue. `by_variance`: of inputs, relative to each variance."""
     own = dict(settings)
     if damping := own.pop("damping", None):
         own["forward_damping"] = own["backward_damping"] = bprong.Damping(damping, "mean")
+    if by_variance := own.pop("by_variance", None):
+        own["forward_damping"] = bprong.Damping(by_variance, "variance")
     return Plain(model, loss, bprong.BPRONG(model, declared(loss), **own))

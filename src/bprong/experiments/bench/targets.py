@@ -22,4 +22,7 @@ class Target:
 
 
 NONE = Target(0.0, 0.0)  # which no run reaches
-TARGETS: dict[str, dict[Split, Target]] = {}
+TARGETS: dict[str, dict[Split, Target]] = {
+    "deep": {"tuning": Target(0.008476, 0.1541), "test": Target(0.01324, 0.1331)},
+    "pinn": {"tuning": Target(3.274e-05, 6.631e-07), "test": Target(4.049e-05, 2.357e-06)},
+}

@@ -111,10 +111,10 @@ PAPER = partial(perceptron, [784, 100, 100, 100, 10], "relu")
 REGRESSION = partial(perceptron, [20, 64, 64, 1], "relu")
 WORKLOADS: dict[str, Workload] = {
     "paper": Workload(
-        "the paper's network, MNIST", data.mnist, PAPER, 100, 1500, nn.CrossEntropyLoss, normalised=normalised(PAPER)
+        "the paper's network, MNIST", data.mnist, PAPER, 100, 1200, nn.CrossEntropyLoss, normalised=normalised(PAPER)
     ),
     "autoencoder": Workload(
-        "deep autoencoder, MNIST", data.mnist_autoencoding, networks.autoencoder, 200, 500, NatsPerImage,
+        "deep autoencoder, MNIST", data.mnist_autoencoding, networks.autoencoder, 200, 400, NatsPerImage,
         normalised=normalised(networks.autoencoder),
     ),
     "deep": Workload(
@@ -122,15 +122,15 @@ WORKLOADS: dict[str, Workload] = {
         normalised=normalised(networks.deep_tanh),
     ),
     "conv": Workload(
-        "convolutions, digits", data.digit_images, digits_convnet, 64, 800, nn.CrossEntropyLoss,
+        "convolutions, digits", data.digit_images, digits_convnet, 64, 500, nn.CrossEntropyLoss,
         normalised=networks.digits_convnet_bn,
     ),
     "gpt": Workload(
-        "small GPT, Python's sources", data.python_text, partial(networks.character_gpt, width=64, depth=2), 16, 400,
+        "small GPT, Python's sources", data.python_text, partial(networks.character_gpt, width=64, depth=2), 16, 300,
         TokenCrossEntropy, measured=48, transformer=True,
     ),
     "vit": Workload(
-        "vision transformer, digits", data.digits, networks.vision_transformer, 64, 500, nn.CrossEntropyLoss,
+        "vision transformer, digits", data.digits, networks.vision_transformer, 64, 400, nn.CrossEntropyLoss,
         measured=500, transformer=True,
     ),
     "pinn": Workload(
@@ -138,7 +138,7 @@ WORKLOADS: dict[str, Workload] = {
         validation=solution_error,
     ),
     "regression": Workload(
-        "regression, badly scaled features", data.badly_scaled, REGRESSION, 100, 3000, nn.MSELoss,
+        "regression, badly scaled features", data.badly_scaled, REGRESSION, 100, 2000, nn.MSELoss,
         normalised=normalised(REGRESSION),
     ),
 }  # fmt: skip
