@@ -145,7 +145,7 @@ def _bench(options: argparse.Namespace) -> None:
         return
     plan = Plan(workloads, names_in(options.methods, list(BENCH_METHODS), "method"), options.trials, options.seeds)
     budget = None if options.budget is None else parse_duration(options.budget)
-    bench(Options(plan, options.out, budget, options.workers, options.resume, options.draw))
+    bench(Options(plan, options.out, budget, options.workers, options.resume, options.draw, options.publish))
 
 
 def _audit(options: argparse.Namespace) -> None:
@@ -261,6 +261,9 @@ _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "out": {"type": Path, "default": Path("results/bench"), "metavar": "DIR", "help": "output folder"},
     "resume": {"action": "store_true", "help": "continue the benchmark in the output folder, if there is one"},
     "draw": {"action": "store_true", "help": "run nothing; write tables, figures and page of what the folder has"},
+    "publish": {
+        "type": Path, "metavar": "DIR", "help": "write benchmark.md, bench.csv and figures to this folder, too",
+    },
     "find_targets": {
         "action": "store_true", "help": "compute the targets of the workloads again, print them, and run nothing else",
     },

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,14 @@ def test_figures_tables_and_pages_are_written(finished):
     for text in ("Where BPRONG loses", "no_such_package", "Performance profiles", "Peak memory"):
         assert text in page
         assert text in (finished / "benchmark.md").read_text()
+
+
+def test_results_are_published_for_documentation(finished, tmp_path):
+    command.publish(finished, tmp_path)
+    assert (tmp_path / "bench.csv").read_bytes() == (finished / "bench.csv").read_bytes()
+    pictures = re.findall(r"\]\((.*?)\)", (tmp_path / "benchmark.md").read_text())
+    assert len(pictures) == 4
+    assert all((tmp_path / picture).exists() for picture in pictures)
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 6, 11])

@@ -25,10 +25,11 @@ from bprong.experiments.bench.running import Benchmark, processes
 from bprong.experiments.bench.summary import Summary
 from bprong.experiments.bench.worker import set_up
 from bprong.experiments.bench.workloads import WORKLOADS
-from bprong.experiments.records import write_json
+from bprong.experiments.records import write_atomically, write_json
 from bprong.experiments.runner import OutError, locked
 
 PACKAGES = ("torch", "pytorch_optimizer", "prodigyopt", "schedulefree", "singd", "asdfghjkl")
+PUBLISHED = ("profiles", "validation_seconds", "validation_steps", "training_seconds")
 Log = Callable[[str], None]
 
 
@@ -38,6 +39,7 @@ class Options:
 
     budget: seconds, or None for a complete run
     draw:   run nothing; tables and figures of what is in the folder
+    publish: a folder that gets benchmark.md, bench.csv and figures/bench as well
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Options:
     workers: int = os.cpu_count() or 1
     resume: bool = False
     draw: bool = False
+    publish: Path | None = None
 
 
 def bench(options: Options, start: Callable[[], Executor] | None = None, log: Log = print) -> Summary:
@@ -62,7 +65,20 @@ def bench(options: Options, start: Callable[[], Executor] | None = None, log: Lo
     with locked(options.out):
         if not options.draw:
             record["finished"] = _run(benchmark, options, start or partial(processes, options.workers))
-        return _write(benchmark, record, log)
+        summary = _write(benchmark, record, log)
+    if options.publish is not None:
+        publish(options.out, options.publish)
+    return summary
+
+
+def publish(out: Path, docs: Path) -> None:
+    """Copy the results that documentation shows: benchmark.md, bench.csv and the figures that the former shows."""
+    pictures = docs / "figures" / "bench"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for name in ("benchmark.md", "bench.csv"):
+        write_atomically(docs / name, (out / name).read_bytes())
+    for name in PUBLISHED:
+        write_atomically(pictures / f"{name}.png", (out / f"{name}.png").read_bytes())
 
 
 def _check(options: Options) -> None:
@@ -85,7 +101,7 @@ def _shortened(options: Options) -> tuple[Plan, str]:
 def _announcement(plan: Plan, options: Options, shortened: str) -> str:
     time_ = duration(estimated_seconds(plan, options.workers))
     what = f"{len(plan.workloads)} workloads, {len(plan.methods)} methods, {plan.trials} trials, {plan.seeds} seeds"
-    text = f"{what}: {plan.runs} runs, about {time_} with {options.workers} processes"
+    text = f"{what}: {plan.runs} runs, about {time_}; number of processes: {options.workers}"
     return f"{text}\nBudget: {shortened}" if shortened else text
 
 

@@ -18,8 +18,7 @@ from bprong.experiments.data import load
 
 Split = Literal["tuning", "test"]
 SPLITS: tuple[Split, Split] = ("tuning", "test")
-MEASURED = 2000  # at most this many rows of the training data are used to measure the training loss
-WINDOWS = 128  # of the training and of the validation text, on which losses are measured
+WINDOWS = 128  # of the validation text
 SCALES = (0.03, 30.0)  # of the features of `badly_scaled`
 NOISE = 0.1
 
@@ -46,12 +45,6 @@ def batches(x: Tensor, y: Tensor, batch: int, seed: int) -> Iterator[tuple[Tenso
         for chosen in torch.split(torch.randperm(len(x), generator=random), batch):
             if len(chosen) == batch:
                 yield x[chosen], y[chosen]
-
-
-def measured(data: Data) -> tuple[Tensor, Tensor]:
-    """Evenly spaced training rows, on which the training loss is measured."""
-    places = torch.linspace(0, len(data.x) - 1, min(MEASURED, len(data.x))).long()
-    return data.x[places], data.y[places]
 
 
 @cache

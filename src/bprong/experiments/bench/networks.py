@@ -171,8 +171,11 @@ def character_gpt(seed: int, width: int = 96, depth: int = 3, heads: int = 4) ->
 
 
 def autoencoder(seed: int) -> nn.Sequential:
-    """tanh after every layer except the code and the output."""
-    return without_activation_of_code(perceptron(AUTOENCODER, "tanh", seed))
+    """tanh after every layer except the code and the output, initialised as by Xavier.
+
+    With torch's default initialisation Adam stays at the mean image for hundreds of steps.
+    """
+    return without_activation_of_code(_initialised(perceptron(AUTOENCODER, "tanh", seed), nn.init.xavier_normal_, seed))
 
 
 def without_activation_of_code(network: nn.Sequential) -> nn.Sequential:

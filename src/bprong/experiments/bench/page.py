@@ -119,6 +119,8 @@ def markdown_page(summary: Summary, run: Mapping[str, Any]) -> str:
         parts += [f"## {heading}", "\n".join(f"- {line}" for line in lines)]
     parts.append("![Performance profiles in steps and in seconds.](figures/bench/profiles.png)")
     parts.append("![Validation loss against seconds, by workload.](figures/bench/validation_seconds.png)")
+    parts.append("![Validation loss against steps, by workload.](figures/bench/validation_steps.png)")
+    parts.append("![Training loss against seconds, by workload.](figures/bench/training_seconds.png)")
     parts += [f"## {heading}\n\n{markdown(titles, rows)}" for heading, (titles, rows) in sections(summary).items()]
     return "\n\n".join(parts) + "\n"
 

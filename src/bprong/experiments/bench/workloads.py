@@ -33,7 +33,6 @@ class Workload:
     normalised: makes the network with Batch Normalisation; None if it has none
     measured:   so many training rows, and at most so many validation rows, are used to measure losses
     validation: the validation loss from the network and the validation rows; None: the criterion
-    transformer: whether the network is one; docs/spectral.md recommends spectral steps for those only
     seconds:    of an AdamW run over the whole budget, including measurements; used to plan a budget
     """
 
@@ -46,7 +45,6 @@ class Workload:
     normalised: Callable[[int], nn.Module] | None = None
     measured: int = 1000
     validation: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
-    transformer: bool = False
     seconds: float = 5.0
 
     def measured_steps(self) -> Iterator[int]:
@@ -111,34 +109,35 @@ PAPER = partial(perceptron, [784, 100, 100, 100, 10], "relu")
 REGRESSION = partial(perceptron, [20, 64, 64, 1], "relu")
 WORKLOADS: dict[str, Workload] = {
     "paper": Workload(
-        "the paper's network, MNIST", data.mnist, PAPER, 100, 1200, nn.CrossEntropyLoss, normalised=normalised(PAPER)
+        "the paper's network, MNIST", data.mnist, PAPER, 100, 1200, nn.CrossEntropyLoss, normalised=normalised(PAPER),
+        seconds=3.0,
     ),
     "autoencoder": Workload(
-        "deep autoencoder, MNIST", data.mnist_autoencoding, networks.autoencoder, 200, 400, NatsPerImage,
-        normalised=normalised(networks.autoencoder),
+        "deep autoencoder, MNIST", data.mnist_autoencoding, networks.autoencoder, 200, 700, NatsPerImage,
+        normalised=normalised(networks.autoencoder), seconds=8.0,
     ),
     "deep": Workload(
         "thirty layers, digits", data.digits, networks.deep_tanh, 100, 800, nn.CrossEntropyLoss,
-        normalised=normalised(networks.deep_tanh),
+        normalised=normalised(networks.deep_tanh), seconds=5.5,
     ),
     "conv": Workload(
         "convolutions, digits", data.digit_images, digits_convnet, 64, 500, nn.CrossEntropyLoss,
-        normalised=networks.digits_convnet_bn,
+        normalised=networks.digits_convnet_bn, seconds=2.5,
     ),
     "gpt": Workload(
         "small GPT, Python's sources", data.python_text, partial(networks.character_gpt, width=64, depth=2), 16, 300,
-        TokenCrossEntropy, measured=48, transformer=True,
+        TokenCrossEntropy, measured=48, seconds=7.5,
     ),
     "vit": Workload(
         "vision transformer, digits", data.digits, networks.vision_transformer, 64, 400, nn.CrossEntropyLoss,
-        measured=500, transformer=True,
+        measured=500, seconds=6.0,
     ),
     "pinn": Workload(
         "physics-informed, Poisson's equation", data.collocation, networks.poisson_network, 250, 1200, nn.MSELoss,
-        validation=solution_error,
+        validation=solution_error, seconds=4.5,
     ),
     "regression": Workload(
         "regression, badly scaled features", data.badly_scaled, REGRESSION, 100, 2000, nn.MSELoss,
-        normalised=normalised(REGRESSION),
+        normalised=normalised(REGRESSION), seconds=1.5,
     ),
 }  # fmt: skip
