@@ -21,13 +21,13 @@ from unittest.mock import patch
 import numpy as np
 from harness import training
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown
 from problems import sixty
 from problems.standard import STANDARD
 from problems.unseen import UNSEEN
 from sixty_problems import train
 
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
 from bprong.optim.auto import evaluation, step
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS

@@ -21,13 +21,14 @@ from statistics import median
 
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown
 from harness.training import AUTO, Row, Run, name_of, paths_by
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 from problems import Problem
 from problems.standard import coder
+
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
 
 RACE = "autoencoder"
 LONG = "autoencoder-long"

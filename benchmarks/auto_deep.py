@@ -14,12 +14,13 @@ from statistics import median
 
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import each, markdown
 from harness.training import AUTO, Row, Run, name_of, paths_by
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from problems.standard import DEEP
+
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import each, markdown
 
 RATES = ["1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "0.1", "0.3", "1"]  # of SGD
 TARGET = 0.95

@@ -13,9 +13,10 @@ import auto_deep
 import auto_paper
 from harness import figures
 from harness.command_line import DOCS, CommandLine
-from harness.rows import read
 from harness.training import Row
 from problems.standard import DEEP
+
+from bprong.experiments.bench.rows import read
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

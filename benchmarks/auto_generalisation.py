@@ -16,12 +16,13 @@ from statistics import median
 
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import Log
-from harness.tables import markdown
 from harness.training import AUTO, Row, Run, name_of, paths_by
 from matplotlib.axes import Axes
 from matplotlib.ticker import MultipleLocator
 from problems.standard import paper
+
+from bprong.experiments.bench.rows import Log
+from bprong.experiments.bench.tables import markdown
 
 AVERAGED = f"{AUTO}, averaged weights"
 METHODS: dict[str, tuple[str, dict[str, float]]] = {  # learning rate, settings of BPRONG

@@ -17,11 +17,12 @@ from statistics import median
 
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import Log
-from harness.tables import each, markdown
 from harness.training import AUTO, Row, Run, name_of, paths_by
 from matplotlib.axes import Axes
 from problems.standard import paper
+
+from bprong.experiments.bench.rows import Log
+from bprong.experiments.bench.tables import each, markdown
 
 RATES = ["1e-3", "2e-3", "4e-3", "8e-3"]  # of BN+Adam
 BATCHES = [100, 500, 1000]

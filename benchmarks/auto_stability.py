@@ -13,10 +13,11 @@ from dataclasses import replace
 from statistics import median
 
 from harness.command_line import CommandLine
-from harness.rows import Log
-from harness.tables import markdown
 from harness.training import AUTO, Row, Run, paths_by
 from problems.standard import STANDARD
+
+from bprong.experiments.bench.rows import Log
+from bprong.experiments.bench.tables import markdown
 
 QUICK = ["paper-100", "conv", "regression-linear"]
 PARTS = 4  # a run is measured after every quarter of its steps

@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown
-from harness.timing import seconds_of
 from matplotlib.ticker import MultipleLocator
 from problems.data import mnist
 from problems.networks import paper_network
 from torch import Tensor, nn
 
 import bprong
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
+from bprong.experiments.bench.timing import seconds_of
 
 TURN = 50  # steps
 BATCH = 100

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from harness.command_line import CommandLine
-from harness.tables import markdown
-from harness.timing import seconds_on
 from problems.networks import AUTOENCODER, digits_convnet, paper_network, perceptron, sequence_transformer
 from torch import Tensor, nn
 
 import bprong
+from bprong.experiments.bench.tables import markdown
+from bprong.experiments.bench.timing import seconds_on
 
 WIDTHS = [(64, 128), (128, 2000), (2000, 512), (512, 1024), (1024, 32), (32, 256), (256, 16), (16, 10)]
 TIMED = 7  # refreshes and steps of each layer, whose median is taken

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.command_line import CommandLine
-from harness.rows import Log, columns_of, grouped
-from harness.tables import markdown
 from problems.data import mnist
 
+from bprong.experiments.bench.rows import Log, columns_of, grouped
+from bprong.experiments.bench.tables import markdown
 from bprong.experiments.data import Dataset
 from bprong.experiments.methods import METHODS, WhiteningSettings
 from bprong.experiments.progress import Progress

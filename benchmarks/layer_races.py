@@ -22,12 +22,13 @@ from typing import Any
 
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown, median_and_range
 from harness.training import Row, Run, name_of
 from matplotlib.axes import Axes
 from problems import Problem
 from problems.standard import CONVOLUTIONS, TRANSFORMER
+
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown, median_and_range
 
 COLUMNS = ["problem", "method", "lr", "seed", "step", "train_loss", "accuracy"]
 PROBLEMS = {"conv": CONVOLUTIONS, "transformer": TRANSFORMER}

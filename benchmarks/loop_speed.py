@@ -12,13 +12,13 @@ from statistics import median
 
 import torch
 from harness.command_line import CommandLine
-from harness.tables import markdown
-from harness.timing import interleaved
 from problems import Data
 from problems.data import mnist
 from problems.networks import paper_network
 from torch import Tensor
 
+from bprong.experiments.bench.tables import markdown
+from bprong.experiments.bench.timing import interleaved
 from bprong.experiments.methods import METHODS, Problem
 from bprong.experiments.runner import train_epoch
 

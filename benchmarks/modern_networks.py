@@ -36,13 +36,14 @@ from harness.command_line import CommandLine
 from harness.methods import METHODS
 from harness.races import FACTORS, SELECTION_SEED, Races, Records, Row, Study
 from harness.recipes import Training
-from harness.rows import Log, read
-from harness.search import written
-from harness.tables import markdown, median_and_range
-from harness.timing import interleaved
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from problems.modern import MODERN
+
+from bprong.experiments.bench.rows import Log, read
+from bprong.experiments.bench.search import written
+from bprong.experiments.bench.tables import markdown, median_and_range
+from bprong.experiments.bench.timing import interleaved
 
 PEERS = ["adamw", "muon", "soap"]
 OURS = ["spectral", "spectral-damped", "auto", "auto-decayed", "auto-spectral", "bprong"]

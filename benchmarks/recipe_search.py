@@ -19,15 +19,15 @@ from typing import Any
 from harness.command_line import CommandLine
 from harness.methods import METHODS
 from harness.recipes import Training
-from harness.rows import Log, grouped
-from harness.search import written
-from harness.tables import markdown
 from problems import Data, Problem
 from problems.data import mnist
 from problems.networks import paper_network, with_batch_norm
 from torch import nn
 
 import bprong
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.search import written
+from bprong.experiments.bench.tables import markdown
 
 TRAINING = 50_000
 BATCH = 100

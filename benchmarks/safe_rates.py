@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 from harness.command_line import CommandLine
-from harness.rows import Log
-from harness.tables import markdown
-from harness.training import batches
 from problems import Problem
 from problems.modern import MODERN
 from problems.standard import TRANSFORMER
 from torch import Tensor, nn
 
 import bprong
+from bprong.experiments.bench.data import batches
+from bprong.experiments.bench.rows import Log
+from bprong.experiments.bench.tables import markdown
 
 RATES = [0.001, 0.01, 0.1, 1.0]
 BOUNDS: dict[str, float | None] = {"none": None, "0.1, the default": 0.1}

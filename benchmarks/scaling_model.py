@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.command_line import DOCS, CommandLine
-from harness.rows import grouped, read
-from harness.tables import markdown
 from several_processes import WIDTHS, Row
 
 from bprong.distributed import BUCKET, NUMBERS, PANEL
+from bprong.experiments.bench.rows import grouped, read
+from bprong.experiments.bench.tables import markdown
 from bprong.whitening.ranks import FLAGS
 
 FLOAT32, FLOAT64 = 4, 8

@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness.command_line import CommandLine
-from harness.rows import columns_of, grouped, read, write
-from harness.tables import markdown, median_and_range
 from problems.networks import perceptron
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bprong
 from bprong.distributed import Ranks
+from bprong.experiments.bench.rows import columns_of, grouped, read, write
+from bprong.experiments.bench.tables import markdown, median_and_range
 from bprong.whitening import refresh
 
 WIDTHS = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]

@@ -21,12 +21,13 @@ from statistics import median
 from typing import Any
 
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown
 from harness.training import Run
 from problems import Problem
 from problems.sixty import PROBLEMS as SIXTY
 from problems.unseen import UNSEEN
+
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
 
 PROBLEMS = SIXTY | UNSEEN
 

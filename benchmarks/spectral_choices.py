@@ -17,11 +17,11 @@ from typing import Any
 from harness.command_line import CommandLine
 from harness.methods import METHODS
 from harness.recipes import Training
-from harness.rows import Log, grouped
-from harness.tables import markdown
 from problems.modern import MODERN
 
 import bprong
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
 
 STEPS = {"gpt": 200, "vit": 80, "conv": 128, "paper-bn": 600}
 RATES = {"gpt": [0.02, 0.04], "vit": [0.02, 0.04], "conv": [0.02, 0.04], "paper-bn": [0.01, 0.02]}

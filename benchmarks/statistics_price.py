@@ -48,16 +48,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown
-from harness.timing import seconds_of, seconds_on
-from harness.training import batches
 from problems import Problem
 from problems.standard import CONVOLUTIONS, TRANSFORMER, paper
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import bprong
+from bprong.experiments.bench.data import batches
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
+from bprong.experiments.bench.timing import seconds_of, seconds_on
 
 PROBLEMS: dict[str, Problem] = {
     "paper-100": paper(100, 1800),

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 from harness.command_line import CommandLine
-from harness.tables import markdown
-from harness.timing import interleaved, seconds_of, seconds_on
-from harness.training import batches
 from problems import Data, Problem
 from problems.standard import coder, paper
 from torch import nn
 from torch.optim import SGD
 
 import bprong
+from bprong.experiments.bench.data import batches
+from bprong.experiments.bench.tables import markdown
+from bprong.experiments.bench.timing import interleaved, seconds_of, seconds_on
 
 TURN = 20  # steps that SGD and BPRONG make before it is the other's turn
 SEEDS = 8  # of the comparison of losses, which differ by a third from one seed to the next

@@ -24,9 +24,6 @@ import torch
 import torch.nn.functional as F
 from harness import figures
 from harness.command_line import CommandLine
-from harness.rows import columns_of, read, write
-from harness.tables import markdown
-from harness.timing import interleaved, seconds_of
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from problems.networks import PAPER, perceptron
@@ -34,6 +31,9 @@ from torch import nn
 from torch.optim import SGD
 
 import bprong
+from bprong.experiments.bench.rows import columns_of, read, write
+from bprong.experiments.bench.tables import markdown
+from bprong.experiments.bench.timing import interleaved, seconds_of
 
 SIZES = {
     "width": [100, 200, 400, 800, 1600, 4000],

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from harness.muon import Muon
-from harness.search import Choice, LogUniform, Space
 from torch import nn
 from torch.optim import Optimizer
 
 import bprong
+from bprong.experiments.bench.muon import Muon
+from bprong.experiments.bench.optimizers import decaying
+from bprong.experiments.bench.search import Choice, LogUniform, Space
 
 Settings = dict[str, Any]
 
@@ -50,15 +51,6 @@ class Method:
         if self.keyword and self.keyword not in inspect.signature(bprong.BPRONG.__init__).parameters:
             return f"this version of BPRONG has no argument {self.keyword!r}"
         return ""
-
-
-def decaying(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Two groups: parameters with two or more dimensions, which decay, and the others, which do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
 
 
 def adamw(model: nn.Module, _loss: nn.Module, settings: Settings, _steps: int) -> Optimizer:

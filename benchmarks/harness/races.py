@@ -10,9 +10,10 @@ from statistics import median
 
 from harness.methods import METHODS
 from harness.recipes import Training
-from harness.rows import Log, read
-from harness.search import Settings, trials, written
 from problems import Problem
+
+from bprong.experiments.bench.rows import Log, read
+from bprong.experiments.bench.search import Settings, trials, written
 
 SELECTION_SEED = 0
 FACTORS = [10 ** (k / 4) for k in range(-4, 5)]  # of the best learning rate: two decades around it

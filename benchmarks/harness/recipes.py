@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from harness.methods import Method
-from harness.search import factor
-from harness.training import batches
 from problems import Problem
 from torch import Tensor, nn
 
 import bprong
+from bprong.experiments.bench.data import batches
+from bprong.experiments.bench.search import factor
 
 AVERAGED = 8  # an average begins this many of its spans before the end: what came earlier would have no weight in it
 

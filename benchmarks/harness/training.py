@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness.rows import grouped
-from harness.timing import Clock
 from problems import Problem
 from problems.networks import with_batch_norm
 from torch import Tensor, nn
@@ -21,6 +19,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bprong
+from bprong.experiments.bench.data import batches
+from bprong.experiments.bench.rows import grouped
+from bprong.experiments.bench.timing import Clock
 
 AUTO = "bprong-auto"
 NAMES = {
@@ -60,17 +61,6 @@ def name_of(method: str) -> str:
     """
     family = next((known for known in NAMES if method.startswith(known)), method)
     return NAMES.get(family, family) + method.removeprefix(family)
-
-
-def batches(x: Tensor, y: Tensor, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Full batches without end, shuffled in every epoch; the same for all methods of a seed."""
-    generator = torch.Generator().manual_seed(seed)
-    while batch >= len(x):
-        yield x, y
-    while True:
-        for chosen in torch.randperm(len(x), generator=generator).split(batch):
-            if len(chosen) == batch:
-                yield x[chosen], y[chosen]
 
 
 def optimizer_for(model: nn.Module, problem: Problem, method: str, lr: str, **settings: Any) -> Optimizer:

@@ -8,13 +8,10 @@ import torch
 from problems import Data
 from sklearn import datasets
 
+from bprong.experiments.bench.data import generator
 from bprong.experiments.data import Dataset, load, sequences_to_sort
 
 NOISE = 0.1  # of the regression's targets, so the least mean squared error is 0.01
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # Images ---------------------------------------------------------------------------------------------------------------

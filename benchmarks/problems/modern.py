@@ -7,58 +7,30 @@ with the same versions of both. A Data of a text has rows that overlap, as views
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from problems import Data, Problem, data
-from problems.data import generator
 from problems.losses import sequence_cross_entropy
 from problems.networks import paper_network, with_batch_norm
 from problems.sixty import small
 from problems.standard import CONVOLUTIONS
-from problems.unseen import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
-LENGTH = 64  # characters that the language models see
-STRIDE = 16  # from one window of the training text to the next
-SYMBOLS = 97  # a newline, the 95 printable characters of ASCII, and one symbol for all others
+from bprong.experiments.bench.networks import VisionTransformer, character_gpt
+from bprong.experiments.bench.text import encoded, python_sources, windows
+
 WINDOWS = 200  # of the validation text, on which the loss is measured
 
 # Texts ----------------------------------------------------------------------------------------------------------------
-
-
-def python_sources() -> list[Path]:
-    """The modules of the running Python's standard library that are single files, by name.
-
-    Files with settings of this machine, whose names begin with "_sysconfigdata", are left out.
-    """
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(path for path in folder.glob("*.py") if not path.name.startswith("_sysconfigdata"))
 
 
 def torch_headers() -> list[Path]:
     """The C++ headers of torch's core library, by name."""
     folder = Path(torch.__file__).parent / "include" / "c10"
     return sorted(folder.rglob("*.h"))
-
-
-def encoded(path: Path) -> Tensor:
-    """The characters of a file as numbers from 0 to 96: newline, the printable characters of ASCII, any other.
-
-    A file ends with the symbol for other characters.
-    """
-    codes = torch.frombuffer(bytearray(path.read_bytes() + b"\0"), dtype=torch.uint8).long()
-    printable = (codes >= 32) & (codes < 127)
-    return torch.where(printable, codes - 31, torch.where(codes == 10, 0, SYMBOLS - 1))
-
-
-def windows(text: Tensor) -> tuple[Tensor, Tensor]:
-    """At every STRIDE-th place of a text: LENGTH characters, and the character that follows each of them."""
-    return text[:-1].unfold(0, LENGTH, STRIDE), text[1:].unfold(0, LENGTH, STRIDE)
 
 
 def split_text(files: Sequence[Path]) -> Data:
@@ -81,67 +53,6 @@ def header_text() -> Data:
 
 
 # Networks -------------------------------------------------------------------------------------------------------------
-
-
-class CausalAttention(nn.Module):
-    """Attention to what came before, with a linear layer each for queries, keys, values and the output."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.query, self.key, self.value))
-        query, key, value = (each.transpose(1, 2) for each in projected)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, each normalised before it and added to what came in."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = CausalAttention(width, heads)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class CharacterGPT(nn.Module):
-    """A causal transformer of characters: learned positions, normalisation first, a head of its own."""
-
-    def __init__(self, width: int, depth: int, heads: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(SYMBOLS, width)
-        self.positions = nn.Embedding(LENGTH, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, SYMBOLS, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        return self.head(self.norm(self.blocks(self.embed(x) + self.positions(places))))
-
-
-def character_gpt(seed: int, width: int = 96, depth: int = 3, heads: int = 4) -> CharacterGPT:
-    """Weights are drawn with standard deviation 0.02, biases are 0."""
-    model = CharacterGPT(width, depth, heads)
-    random = generator(100 + seed)
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02, generator=random)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    return model
 
 
 def paper_network_bn(seed: int) -> nn.Sequential:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bprong.experiments.bench.networks import Normalisation, Residual, deep_relu, deep_tanh, mlp  # noqa: F401
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer, with_batch_norm  # noqa: F401
 
-Normalisation = Callable[[int], nn.Module]  # makes a normalisation layer for a number of features
 PAPER = [784, 100, 100, 100, 10]
 AUTOENCODER = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
-DEEP = [64] * 30 + [10]  # thirty linear layers
-
-
 # Networks of a seed ---------------------------------------------------------------------------------------------------
 
 
@@ -31,42 +25,7 @@ def autoencoder(seed: int) -> nn.Sequential:
     return nn.Sequential(*(module for i, module in enumerate(plain) if i != code + 1))
 
 
-def deep_tanh(seed: int) -> nn.Sequential:
-    """Thirty layers without normalisation or skip connections, tanh, initialised as by Xavier."""
-    return _initialised(perceptron(DEEP, "tanh", seed), nn.init.xavier_normal_, seed)
-
-
-def deep_relu(seed: int) -> nn.Sequential:
-    """The same with ReLU, initialised as by He."""
-
-    def he(weight: Tensor, generator: torch.Generator) -> Tensor:
-        return nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
-
-    return _initialised(perceptron(DEEP, "relu", seed), he, seed)
-
-
-def _initialised(network: nn.Sequential, draw_: Callable[..., Tensor], seed: int) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(seed)
-    for layer in network:
-        if isinstance(layer, nn.Linear):
-            draw_(layer.weight, generator=generator)
-            nn.init.zeros_(layer.bias)
-    return network
-
-
 # Perceptrons ----------------------------------------------------------------------------------------------------------
-
-
-def mlp(
-    sizes: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU, norm: Normalisation | None = None
-) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for i, (inputs, outputs) in enumerate(pairwise(sizes)):
-        layers.append(nn.Linear(inputs, outputs))
-        if i < len(sizes) - 2:
-            layers += [norm(outputs)] if norm else []
-            layers.append(activation())
-    return nn.Sequential(*layers)
 
 
 def scaled(model: nn.Module, factor: float) -> nn.Module:
@@ -100,19 +59,6 @@ def convnet_bn_dropout() -> nn.Sequential:
 def small_convnet() -> nn.Sequential:
     convolutions = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(288, 10))
-
-
-class Residual(nn.Module):
-    """x + inner(x), followed by an activation."""
-
-    def __init__(self, inner: nn.Module, activation: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.activation(x + self.inner(x))
-        return output
 
 
 def resnet(norm: Normalisation) -> nn.Sequential:

@@ -17,6 +17,8 @@ from problems.networks import Residual, mlp
 from problems.sixty import small
 from torch import Tensor, nn
 
+from bprong.experiments.bench.networks import VisionTransformer
+
 IGNORED = -100  # the target that torch's cross-entropy leaves out
 NODES = 1000
 USERS = 200
@@ -86,41 +88,6 @@ def numbered_digits() -> Data:
 
 def distillation(logits: Tensor, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits, teacher()[rows])
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.inputs = nn.Linear(width, 3 * width)
-        self.output = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.output(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
-
-
-class VisionTransformer(nn.Module):
-    """Two blocks on the sixteen 2×2 patches of a digit image and a class token, which the head reads."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, width)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(torch.randn(17, width) * 0.02)
-        self.blocks = nn.Sequential(*(self._branch(i % 2 == 0, width) for i in range(4)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 10)
-
-    @staticmethod
-    def _branch(attends: bool, width: int) -> nn.Module:
-        inner = Attention(width, 4) if attends else mlp([width, 2 * width, width], nn.GELU)
-        return Residual(nn.Sequential(nn.LayerNorm(width), inner), nn.Identity())
-
-    def forward(self, x: Tensor) -> Tensor:
-        patches = x.view(-1, 4, 2, 4, 2).transpose(2, 3).reshape(-1, 16, 4)
-        tokens = torch.cat([self.token.expand(len(x), -1, -1), self.embed(patches)], 1)
-        return self.head(self.norm(self.blocks(tokens + self.positions)[:, 0]))
 
 
 def denoiser() -> nn.Sequential:

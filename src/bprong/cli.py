@@ -1,4 +1,4 @@
-"""The command line: `bprong reproduce` and `bprong audit`."""
+"""The command line: `bprong reproduce`, `bprong bench` and `bprong audit`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from bprong.errors import install_command
 
 try:
     from bprong.experiments.auditing import run_audit
+    from bprong.experiments.bench.command import Options, bench, recompute_targets
+    from bprong.experiments.bench.methods import METHODS as BENCH_METHODS
+    from bprong.experiments.bench.plan import Plan, names_in, parse_duration
+    from bprong.experiments.bench.workloads import WORKLOADS
     from bprong.experiments.methods import METHODS, Fisher, Solver
     from bprong.experiments.models import ACTIVATIONS
     from bprong.experiments.reproduce import reproduce
@@ -44,12 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bprong {options.command}: {error}", file=sys.stderr)
         return 2  # as argparse does for a wrong value
     except OSError as error:
-        print(f"bprong {options.command}: {error}; finished epochs are saved, --resume continues", file=sys.stderr)
+        print(f"bprong {options.command}: {error}; finished work is saved, --resume continues", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(
-            f"\nbprong {options.command}: interrupted; finished epochs are saved, --resume continues", file=sys.stderr
-        )
+        print(f"\nbprong {options.command}: interrupted; finished work is saved, --resume continues", file=sys.stderr)
         return 130  # as a shell reports Ctrl-C
     return 0
 
@@ -58,13 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bprong",
         description="Natural-gradient training by bidirectional whitening: rerun the paper's\n"
-        "experiment, or measure how close the Fisher matrix is to the identity.",
+        "experiment, race against other optimizers, or measure how close the Fisher\n"
+        "matrix is to the identity.",
         epilog="To train a network of your own, use the Python package: import bprong",
         formatter_class=Formatter,
     )
     parser.add_argument("--version", action="version", version=f"bprong {bprong.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     _add_reproduce(commands)
+    _add_bench(commands)
     _add_audit(commands)
     return parser
 
@@ -88,6 +92,24 @@ def _add_reproduce(commands: Any) -> None:
         "the defaults of the optimizer, nor to the recipes.",
     )
     _add_options(whitening, _WHITENING_OPTIONS)
+
+
+def _add_bench(commands: Any) -> None:
+    workloads = (f"{name:<22} {workload.title}" for name, workload in WORKLOADS.items())
+    methods = (f"{name:<22} {method.title}" for name, method in BENCH_METHODS.items())
+    command = commands.add_parser(
+        "bench",
+        help="race against AdamW, SOAP, Muon, K-FAC, Prodigy and others to targets fixed beforehand",
+        description="Tune every method with the same number of trials, rerun the best one on fresh\n"
+        "seeds, and measure steps and seconds to a training and a validation target.\n"
+        "Write bench.csv, figures, benchmark.md and report.html to the output folder.\n"
+        "Packages of other people are used if they are installed: pip install\n"
+        "'bprong[bench]'. Every finished run is kept: --resume continues.",
+        epilog="\n  ".join(["workloads:", *workloads]) + "\n\n" + "\n  ".join(["methods:", *methods]),
+        formatter_class=Formatter,
+    )
+    command.set_defaults(run=_bench)
+    _add_options(command, _BENCH_OPTIONS)
 
 
 def _add_audit(commands: Any) -> None:
@@ -118,6 +140,16 @@ def _reproduce(options: argparse.Namespace) -> None:
         lr=options.lr, batch=options.batch, whitening=given,
     )  # fmt: skip
     reproduce(config, options.data, options.out, options.resume, options.threads, options.look_in, options.nproc)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    workloads = names_in(options.workloads, list(WORKLOADS), "workload")
+    if options.find_targets:
+        recompute_targets(workloads)
+        return
+    plan = Plan(workloads, names_in(options.methods, list(BENCH_METHODS), "method"), options.trials, options.seeds)
+    budget = None if options.budget is None else parse_duration(options.budget)
+    bench(Options(plan, options.out, budget, options.workers, options.resume, options.draw, options.publish))
 
 
 def _audit(options: argparse.Namespace) -> None:
@@ -214,6 +246,31 @@ _WHITENING_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "labels behind D: sampled from the model, all classes (exact), or the data's (empirical)",
     },
     "solver": {"choices": get_args(Solver), "help": "how U and R are computed; eigh is the paper's"},
+}  # fmt: skip
+_PLAN = Plan(tuple(WORKLOADS), tuple(BENCH_METHODS))
+_BENCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "workloads": {"default": ",".join(WORKLOADS), "metavar": "W,W,…", "help": "workloads to train"},
+    "methods": {"default": ",".join(BENCH_METHODS), "metavar": "M,M,…", "help": "methods to compare"},
+    "budget": {
+        "metavar": "TIME",
+        "help": "such as 10m or 2h: fewer trials and seeds, so that the run takes about this long, and no new run is "
+                "begun after it; says what was cut",
+    },
+    "trials": {"type": _count(1), "default": _PLAN.trials, "metavar": "N", "help": "trials of each tuned method"},
+    "seeds": {"type": _count(1), "default": _PLAN.seeds, "metavar": "N", "help": "fresh seeds of each method"},
+    "workers": {
+        "type": _count(1), "default": os.cpu_count() or 1, "metavar": "N",
+        "help": "number of processes, each with one thread",
+    },
+    "out": {"type": Path, "default": Path("results/bench"), "metavar": "DIR", "help": "output folder"},
+    "resume": {"action": "store_true", "help": "continue the benchmark in the output folder, if there is one"},
+    "draw": {"action": "store_true", "help": "run nothing; write tables, figures and page of what the folder has"},
+    "publish": {
+        "type": Path, "metavar": "DIR", "help": "write benchmark.md, bench.csv and figures to this folder, too",
+    },
+    "find_targets": {
+        "action": "store_true", "help": "compute the targets of the workloads again, print them, and run nothing else",
+    },
 }  # fmt: skip
 _AUDIT_OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoint": {

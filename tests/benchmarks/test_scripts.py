@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import command_line, methods, muon, recipes, rows, search, tables, timing, training
+from harness import command_line, methods, recipes, training
 from problems import Data, Problem
 from torch import nn
+
+from bprong.experiments.bench import muon, rows, search, tables, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
@@ -115,7 +117,7 @@ def test_no_script_shadows_a_module():
 
 
 def test_scripts_run_as_modules_find_the_harness():
-    command = [sys.executable, "-c", "import benchmarks, harness.rows"]
+    command = [sys.executable, "-c", "import benchmarks, harness.training"]
     subprocess.run(command, cwd=ROOT, check=True)
 
 

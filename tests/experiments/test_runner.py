@@ -348,7 +348,7 @@ def test_other_data_of_the_same_name_and_size_are_refused(digits, tmp_path):
 def test_two_runs_in_one_folder_are_refused(digits, tmp_path):
     from bprong.experiments import runner
 
-    with runner._locked(tmp_path), pytest.raises(OutError, match="another run is writing to"):
+    with runner.locked(tmp_path), pytest.raises(OutError, match="another run is writing to"):
         run(Config(("sgd",), epochs=1), digits, tmp_path, Progress())
 
 

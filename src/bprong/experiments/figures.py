@@ -158,13 +158,18 @@ def render(make: Callable[[], Figure], suffix: str, settings: dict[str, Any], dp
 
 def svg_text(rows: Sequence[Row], plot: Plot) -> str:
     """One figure as an <svg> element that uses the font of the page and, through CSS variables, its colours."""
-    svg = image(rows, plot, "svg", text="none").decode()
+    return inline_svg(image(rows, plot, "svg", text="none"), f"{plot.title} against {plot.against}")
+
+
+def inline_svg(image: bytes, description: str) -> str:
+    """An SVG file, saved with svg.fonttype="none", as an <svg> element with the font and the colours of the page."""
+    svg = image.decode()
     svg = svg[svg.index("<svg") :]
     # The style rule would apply to the whole page, ids would occur four times, and the metadata contain web addresses.
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id=\"[^\"]*\"", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
     view = re.search(r'viewBox="[^"]*"', svg)
-    attributes = f'role="img" aria-label="{plot.title} against {plot.against}" style="stroke-linejoin: round"'
+    attributes = f'role="img" aria-label="{description}" style="stroke-linejoin: round"'
     svg = re.sub(r"<svg[^>]*>", lambda _: f"<svg {attributes} {view.group() if view else ''}>", svg, count=1)
     for colour in (INK, GRID, *PALETTE):
         svg = svg.replace(colour, f"var(--{colour[1:]}, {colour})")

@@ -115,7 +115,7 @@ def run(config: Config, data: Dataset, out: Path, progress: Progress, resume: bo
             _load(trial, out, _identity(config, data, trial.method))
     writes = Ranks().rank == 0
     (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)  # after everything that raises for a wrong setting
-    with _locked(out) if writes else nullcontext():
+    with locked(out) if writes else nullcontext():
         for trial in trials:
             progress.update(trial.method, trial.rows, config.epochs)
         for trial in _turns(trials, config.epochs):
@@ -162,7 +162,7 @@ def _rows_of_others(out: Path, trials: Sequence[Trial]) -> list[Row]:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Allow one run at a time in a folder; the operating system drops the lock when the process ends."""
     with (out / ".lock").open("w") as file:
         if fcntl is not None:

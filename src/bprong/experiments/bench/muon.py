@@ -30,7 +30,7 @@ def orthogonalised(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def hidden_weights(model: nn.Module) -> list[tuple[nn.Parameter, int]]:
+def hidden_weights(model: nn.Module) -> list[tuple[Tensor, int]]:
     """Weights of linear layers and convolutions but for the last, and the number of matrices packed in each.
 
     A linear layer with three times as many outputs as inputs is read as packed queries, keys and values: the networks
@@ -87,6 +87,7 @@ class Muon(Optimizer):
     def _parts(self, p: Tensor, momentum: float) -> Iterable[tuple[Tensor, Tensor]]:
         """The matrices in a parameter, as views, each with its gradient averaged by Nesterov's momentum."""
         state = self.state[p]
+        assert p.grad is not None
         average = state.setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(average, momentum)
         packs = self._packs[p]

@@ -54,7 +54,8 @@ def trials(space: Space, count: int) -> list[dict[str, Any]]:
     """
     if not space:
         return [{}]
-    points = SobolEngine(len(space), scramble=True, seed=SCRAMBLING).draw(count, dtype=torch.float64).tolist()
+    engine = SobolEngine(len(space), scramble=True, seed=SCRAMBLING)  # type: ignore[no-untyped-call]
+    points = engine.draw(count, dtype=torch.float64).tolist()
     return [{name: side.at(u) for (name, side), u in zip(space.items(), point, strict=True)} for point in points]
 
 

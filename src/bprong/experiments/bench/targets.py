@@ -1,0 +1,30 @@
+"""The targets of each workload, fixed before any method of ours was run on it, and how they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bprong.experiments.bench.data import Split
+
+
+@dataclass(frozen=True)
+class Target:
+    """A training and a validation loss to reach."""
+
+    train_loss: float
+    val_loss: float
+
+    def reached_by(self, points: Sequence[Any]) -> bool:
+        """Whether some point has reached the training loss, and some point, maybe another, the validation loss."""
+        return any(p.train_loss <= self.train_loss for p in points) and any(p.val_loss <= self.val_loss for p in points)
+
+
+NONE = Target(0.0, 0.0)  # which no run reaches
+TARGETS: dict[str, dict[Split, Target]] = {
+    "paper": {"tuning": Target(0.01621, 0.1635), "test": Target(0.0279, 0.1115)},
+    "deep": {"tuning": Target(0.008476, 0.1541), "test": Target(0.01324, 0.1331)},
+    "gpt": {"tuning": Target(2.333, 2.218), "test": Target(2.304, 2.097)},
+    "pinn": {"tuning": Target(3.274e-05, 6.631e-07), "test": Target(4.049e-05, 2.357e-06)},
+}
