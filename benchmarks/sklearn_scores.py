@@ -27,8 +27,6 @@ from typing import Any
 
 import numpy as np
 from harness.command_line import CommandLine
-from harness.rows import Log, grouped
-from harness.tables import markdown
 from sklearn import datasets
 from sklearn.base import is_regressor
 from sklearn.compose import TransformedTargetRegressor
@@ -37,6 +35,8 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
 import bprong.sklearn
+from bprong.experiments.bench.rows import Log, grouped
+from bprong.experiments.bench.tables import markdown
 
 FOLDS = 5
 SMALL = 1000  # rows; below it a fit is timed three times
