@@ -132,7 +132,7 @@ METHODS: dict[str, Method] = {
     ),
     "bprong": Method(
         "BPRONG, fixed rate", optimizers.bprong_,
-        space(2e-3, 0.1, COUPLED, by_variance=Choice([0.0, 0.3])), fixed={"momentum": 0.9}, price=1.5,
+        space(2e-3, 0.1, COUPLED, by_variance=Choice([0.0, 0.0, 0.3])), fixed={"momentum": 0.9}, price=1.5,
     ),
     "bprong-spectral": Method(
         "BPRONG, spectral", optimizers.bprong_, space(5e-3, 1e-1, damping=Choice([0.1, 1.0])),

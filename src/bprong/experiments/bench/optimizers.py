@@ -11,7 +11,7 @@ from torch import nn
 import bprong
 from bprong.experiments.bench.muon import Muon
 from bprong.experiments.bench.training import Plain, Trainer
-from bprong.experiments.bench.workloads import Loss, NatsPerImage
+from bprong.experiments.bench.workloads import Loss, NatsPerImage, TokenCrossEntropy
 
 Settings = Mapping[str, Any]
 
@@ -53,7 +53,9 @@ def muon(model: nn.Module, loss: Loss, settings: Settings, _steps: int) -> Train
 
 
 def declared(loss: Loss) -> Any:
-    """The loss as it is declared to BPRONG: a module as it is; nats per image are −log p of a Bernoulli model."""
+    """The loss as it is declared to BPRONG: torch's module itself; nats per image are −log p of a Bernoulli model."""
+    if isinstance(loss, TokenCrossEntropy):
+        return loss.per_row
     return "bernoulli" if isinstance(loss, NatsPerImage) else loss
 
 

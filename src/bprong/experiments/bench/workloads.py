@@ -78,11 +78,24 @@ class Measurement:
         return train_loss, val_loss
 
 
-class TokenCrossEntropy(nn.CrossEntropyLoss):
-    """Cross-entropy per target of (…, classes) logits."""
+class TokenCrossEntropy(nn.Module):
+    """Cross-entropy per target of (…, classes) logits; `reduction` is over the targets of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.per_row = nn.CrossEntropyLoss()
+
+    @property
+    def reduction(self) -> str:
+        return self.per_row.reduction
+
+    @reduction.setter
+    def reduction(self, value: str) -> None:
+        self.per_row.reduction = value
 
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
-        return super().forward(logits.flatten(0, -2), y.flatten())
+        loss: Tensor = self.per_row(logits.flatten(0, -2), y.flatten())
+        return loss
 
 
 class NatsPerImage(nn.Module):
