@@ -24,6 +24,7 @@ class Target:
 NONE = Target(0.0, 0.0)  # which no run reaches
 TARGETS: dict[str, dict[Split, Target]] = {
     "paper": {"tuning": Target(0.01621, 0.1635), "test": Target(0.0279, 0.1115)},
+    "autoencoder": {"tuning": Target(138.8, 158.9), "test": Target(140.3, 166.9)},
     "deep": {"tuning": Target(0.008476, 0.1541), "test": Target(0.01324, 0.1331)},
     "conv": {"tuning": Target(4.441e-05, 0.03919), "test": Target(3.635e-05, 0.02327)},
     "gpt": {"tuning": Target(2.333, 2.218), "test": Target(2.304, 2.097)},
