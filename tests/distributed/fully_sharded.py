@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import bprong
 
 NAMES = [
-    "mlp", "drift", "momentum", "clipping", "sum", "uneven", "accumulation", "low rank", "convolutions", "transformer",
-    "PRONG", "spectral", "spectral transformer", "auto", "auto, transformer", "auto, spectral", "auto, uneven",
-    "auto, clipping",
+    "drift", "momentum", "clipping", "accumulation", "low rank", "convolutions", "transformer", "PRONG",
+    "spectral transformer", "auto, transformer", "auto, spectral", "auto, uneven", "auto, clipping",
 ]  # fmt: skip
+SHARDED_CASES = {name: replace(CASES[name], steps=min(24, CASES[name].steps)) for name in NAMES}
 
 
 def sharded(model, **arguments):
@@ -55,7 +56,7 @@ def training(case, wrap=sharded, **arguments):
 
 
 def named(size):
-    return NAMES if size == 2 else ["drift", "transformer", "spectral", "auto"]
+    return NAMES if size == 2 else ["drift", "auto, transformer"]
 
 
 def paths(rank, size):
@@ -64,8 +65,8 @@ def paths(rank, size):
     for name in named(size):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, _, step = training(CASES[name])
-            for t in range(CASES[name].steps):
+            model, _, step = training(SHARDED_CASES[name])
+            for t in range(SHARDED_CASES[name].steps):
                 step(t)
         found[name] = whole(model)
     return found

@@ -40,7 +40,7 @@ def test_the_path_is_that_of_one_process(trained):
     for name in fully_sharded.named(size):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = cases.parameters(cases.train(cases.CASES[name], size)[0])
+            expected = cases.parameters(cases.train(fully_sharded.SHARDED_CASES[name], size)[0])
         assert_close(found[0][name], expected, 1e-9, name)
 
 

@@ -201,7 +201,9 @@ def test_digits() -> None:
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str, source: str) -> None:
     monkeypatch.delenv("BPRONG_DATA")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"{module} .*pip install .*platformdirs.*scikit-learn|bprong\[experiments\]"):
+    with pytest.raises(
+        ImportError, match=rf"{module} .*pip install .*platformdirs.*scikit-learn|bprong\[experiments\]"
+    ):
         load(source)
 
 
