@@ -100,8 +100,8 @@ def _shortened(options: Options) -> tuple[Plan, str]:
 
 def _announcement(plan: Plan, options: Options, shortened: str) -> str:
     time_ = duration(estimated_seconds(plan, options.workers))
-    what = f"{len(plan.workloads)} workloads, {len(plan.methods)} methods, {plan.trials} trials, {plan.seeds} seeds"
-    text = f"{what}: {plan.runs} runs, about {time_}; number of processes: {options.workers}"
+    what = f"workloads: {len(plan.workloads)}, methods: {len(plan.methods)}, trials: {plan.trials}, seeds: {plan.seeds}"
+    text = f"{what}, runs: {plan.runs}, about {time_}; number of processes: {options.workers}"
     return f"{text}\nBudget: {shortened}" if shortened else text
 
 

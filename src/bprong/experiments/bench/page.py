@@ -99,7 +99,8 @@ def terminal(summary: Summary) -> str:
     titles = ["Performance profiles (scores, 1 is the best possible)", "Seconds to the validation target"]
     text = [f"{heading}\n{part}" for heading, part in zip(titles, parts, strict=True)]
     text += ["\n".join([heading, *(f"  {line}" for line in lines)]) for heading, lines in findings(summary).items()]
-    text += [f"not run: {', '.join(line)}" for line in missing_lines(summary)]
+    if missing := missing_lines(summary):
+        text.append("\n".join(["Not run, or not rerun", *(f"  {', '.join(line)}" for line in missing)]))
     return "\n\n".join(text)
 
 

@@ -210,6 +210,16 @@ def _first_by(summary: Summary) -> list[str]:
     return lines
 
 
+def _ahead(found: Lead) -> str:
+    if not found.first:
+        return "no method of ours reaches the target"
+    if not found.second:
+        return "only ours reaches the target"
+    if found.factor >= 1:
+        return f"our best is ahead of {title(found.second)} by a factor of {found.factor:.2f}"
+    return f"our best is behind {title(found.second)} by a factor of {1 / found.factor:.2f}"
+
+
 def _first_or_second(summary: Summary) -> list[str]:
     lines = []
     units: tuple[Unit, Unit] = ("steps", "seconds")

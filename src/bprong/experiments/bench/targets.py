@@ -1,4 +1,19 @@
-"""The targets of each workload, fixed before any method of ours was run on it, and how they were found."""
+"""The targets of each workload, and how they were found.
+
+`finding.py` computes them (`bprong bench --find-targets`): the best of twelve trials each of AdamW, NAdam and SGD with
+momentum on the tuning split, rerun on three seeds of each split; the median of the lowest losses within three quarters
+of the step budget. Found on 2026-11-17 with torch 2.13.0 on a CPU. The best trials, for training and for validation:
+
+    workload     training                              validation
+    paper        NAdam 0.0101, falling                 NAdam 0.00251, averaged
+    autoencoder  NAdam 0.00164, averaged               NAdam 0.0051, averaged
+    deep         NAdam 0.00195, falling, decay 0.1     NAdam 0.00164, averaged
+    conv         NAdam 0.0133, averaged                NAdam 0.027, averaged, decay 0.1
+    gpt          AdamW 0.00251, averaged               the same
+    vit          NAdam 0.0051, averaged                AdamW 0.00251, averaged
+    pinn         AdamW 0.0133, averaged                AdamW 0.0051, averaged
+    regression   NAdam 0.0101, falling                 the same
+"""
 
 from __future__ import annotations
 
