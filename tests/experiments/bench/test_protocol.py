@@ -60,7 +60,7 @@ def test_tuned_methods_have_equal_trials_and_automatic_ones_their_runs_and_the_b
         fresh = [row for row in rows if row.method == name and row.stage == "test"]
         assert [(row.trial, row.seed) for row in tuning] == [(0, 0), (1, 0)]
         assert [row.seed for row in fresh] == [1, 2]
-        best = min(tuning, key=lambda row: row.train_steps * row.val_steps)
+        best = min(tuning, key=lambda row: (row.train_steps * row.val_steps, row.train_loss * row.val_loss))
         assert {row.settings for row in fresh} == {best.settings}
     automatic = [row for row in rows if row.method == "automatic"]
     assert [(row.stage, row.seed) for row in automatic] == [("tuning", 0), ("tuning", 1), ("test", 1), ("test", 2)]

@@ -46,7 +46,8 @@ class Benchmark:
             jobs = [job for job in self._trials[workload] if job.method == name]
             tried = [(job, record.row) for job in jobs if (record := self.folder.find(job)) is not None]
             if any(reached_any(row) for _, row in tried):
-                found[name] = min(tried, key=lambda pair: badness(pair[1], budget))[0]
+                chosen = min(tried, key=lambda pair: badness(pair[1], budget))[0]
+                found[name] = jobs[0] if METHODS[name].automatic else chosen
         return found
 
     def reasons(self) -> dict[tuple[str, str], str]:

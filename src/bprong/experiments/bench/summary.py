@@ -204,9 +204,7 @@ def _first_by(summary: Summary) -> list[str]:
         if workload in summary.seconds.workloads:
             for goal in GOALS:
                 found = lead(summary.seconds, (workload, goal), summary.ours, summary.others)
-                lines.append(
-                    f"{race_name(found.race)}, in seconds: our best is ahead by a factor of {found.factor:.2f}"
-                )
+                lines.append(f"{race_name(found.race)}, in seconds: {_ahead(found)}")
     return lines
 
 
