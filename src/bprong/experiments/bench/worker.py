@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import multiprocessing
+import os
+import threading
 import warnings
 from pathlib import Path
 
@@ -24,6 +27,7 @@ MEBI = 1 << 20
 
 def set_up() -> None:
     """Prepare a worker process: one thread, denormal numbers as zero, and what is slow only the first time done."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     model = nn.Linear(2, 2)
@@ -34,6 +38,14 @@ def set_up() -> None:
         optimizer.step()
     gc.collect()
     gc.freeze()  # modules need not be searched for garbage between runs
+
+
+def _end_with_parent() -> None:
+    """End this process when the command has ended, even if that was killed: it would disturb the next one."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def execute(job: Job) -> Record:
