@@ -14,7 +14,7 @@ import pytest
 
 from bprong.experiments.bench import command, worker
 from bprong.experiments.bench.command import Options, bench
-from bprong.experiments.bench.plan import Plan
+from bprong.experiments.bench.plan import FRESH_SEED, Plan
 from bprong.experiments.bench.records import Row
 from bprong.experiments.bench.rows import read
 from bprong.experiments.runner import OutError
@@ -59,11 +59,16 @@ def test_tuned_methods_have_equal_trials_and_automatic_ones_their_runs_and_the_b
         tuning = [row for row in rows if row.method == name and row.stage == "tuning"]
         fresh = [row for row in rows if row.method == name and row.stage == "test"]
         assert [(row.trial, row.seed) for row in tuning] == [(0, 0), (1, 0)]
-        assert [row.seed for row in fresh] == [1, 2]
+        assert [row.seed for row in fresh] == [FRESH_SEED, FRESH_SEED + 1]
         best = min(tuning, key=lambda row: (row.train_steps * row.val_steps, row.train_loss * row.val_loss))
         assert {row.settings for row in fresh} == {best.settings}
     automatic = [row for row in rows if row.method == "automatic"]
-    assert [(row.stage, row.seed) for row in automatic] == [("tuning", 0), ("tuning", 1), ("test", 1), ("test", 2)]
+    assert [(row.stage, row.seed) for row in automatic] == [
+        ("tuning", 0),
+        ("tuning", 1),
+        ("test", FRESH_SEED),
+        ("test", FRESH_SEED + 1),
+    ]
     assert len({row.settings for row in automatic}) == 1
 
 
