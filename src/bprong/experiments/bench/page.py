@@ -85,7 +85,7 @@ MADE = [
     "was found.",
     "Autoencoder: the first target was that of the mean image. It was found again with Xavier's initialisation, after "
     "BPRONG had been seen to reach a much lower loss.",
-    "Physics-informed: a full-batch version was tried after BPRONG had missed the target; the one with batches was kept.",
+    "Physics-informed: full batches were tried after BPRONG had missed the target; small batches were kept.",
     "A schedule of a quarter of the step budget was less often drawn for all methods after trials in which it hardly "
     "ever reached a target.",
     "Fresh seeds are seeds that were not used before; the data of the test split had been used with other seeds.",
