@@ -209,7 +209,9 @@ def _sums(ranks: Ranks, shares: Mapping[int, Share], triangles: Mapping[int, Ten
     nothing = next(iter(triangles.values())).new_empty(0)
     sent = [torch.cat([triangles[i] for i in theirs] or [nothing]) for theirs in owned]
     sizes = [len(triangles[i]) for i in own]
-    total = torch.stack(ranks.exchanged(sent, [sum(sizes)] * ranks.size)).sum(dim=0)
+    total, *others = ranks.exchanged(sent, [sum(sizes)] * ranks.size)
+    for part in others:
+        total += part
     found |= {i: _symmetric(part, shares[i].blocks) for i, part in zip(own, torch.split(total, sizes), strict=True)}
     diagonals = torch.cat([found[i].diagonal(dim1=-2, dim2=-1).reshape(-1) for i in own] or [nothing])
     lengths = [[math.prod(shares[i].blocks.shape[:-1]) for i in theirs] for theirs in owned]
