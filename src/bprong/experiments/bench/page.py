@@ -132,10 +132,18 @@ def markdown_page(summary: Summary, run: Mapping[str, Any]) -> str:
     parts += [f"*{run['cut']}*"] if run.get("cut") else []
     for heading, lines in findings(summary).items():
         parts += [f"## {heading}", "\n".join(f"- {line}" for line in lines)]
-    parts.append("![Performance profiles in steps and in seconds.](figures/bench/profiles.png)")
-    parts.append("![Validation loss against seconds, by workload.](figures/bench/validation_seconds.png)")
-    parts.append("![Validation loss against steps, by workload.](figures/bench/validation_steps.png)")
-    parts.append("![Training loss against seconds, by workload.](figures/bench/training_seconds.png)")
+    parts.append(
+        "![Performance profiles in steps and in seconds: the share of targets that each method reaches within τ times the shortest time.](figures/bench/profiles.png)"
+    )
+    parts.append(
+        "![Validation loss against seconds of training, one panel for each workload, with a line at the target.](figures/bench/validation_seconds.png)"
+    )
+    parts.append(
+        "![Validation loss against steps, one panel for each workload, with a line at the target.](figures/bench/validation_steps.png)"
+    )
+    parts.append(
+        "![Training loss against seconds of training, one panel for each workload, with a line at the target.](figures/bench/training_seconds.png)"
+    )
     parts += [f"## {heading}\n\n{markdown(titles, rows)}" for heading, (titles, rows) in sections(summary).items()]
     parts += ["## How the workloads were made", "\n".join(f"- {line}" for line in MADE)]
     return "\n\n".join(parts) + "\n"
