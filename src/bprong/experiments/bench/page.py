@@ -78,6 +78,14 @@ def note_lines(summary: Summary) -> list[list[str]]:
     return [[title(name), METHODS[name].note] for name in summary.methods if METHODS[name].note]
 
 
+PANELS = "one panel for each workload, with a line at the target."
+FIGURES = {
+    "profiles": "Performance profiles in steps and in seconds: the share of targets that each method reaches within τ "
+    "times the shortest time.",
+    "validation_seconds": f"Validation loss against seconds of training, {PANELS}",
+    "validation_steps": f"Validation loss against steps, {PANELS}",
+    "training_seconds": f"Training loss against seconds of training, {PANELS}",
+}
 MADE = [
     "Targets come from AdamW, NAdam and SGD with momentum, but sizes, step budgets and search spaces were chosen while "
     "trying methods on the tuning split, ours more often than the others.",
@@ -132,18 +140,7 @@ def markdown_page(summary: Summary, run: Mapping[str, Any]) -> str:
     parts += [f"*{run['cut']}*"] if run.get("cut") else []
     for heading, lines in findings(summary).items():
         parts += [f"## {heading}", "\n".join(f"- {line}" for line in lines)]
-    parts.append(
-        "![Performance profiles in steps and in seconds: the share of targets that each method reaches within τ times the shortest time.](figures/bench/profiles.png)"
-    )
-    parts.append(
-        "![Validation loss against seconds of training, one panel for each workload, with a line at the target.](figures/bench/validation_seconds.png)"
-    )
-    parts.append(
-        "![Validation loss against steps, one panel for each workload, with a line at the target.](figures/bench/validation_steps.png)"
-    )
-    parts.append(
-        "![Training loss against seconds of training, one panel for each workload, with a line at the target.](figures/bench/training_seconds.png)"
-    )
+    parts += [f"![{words}](figures/bench/{name}.png)" for name, words in FIGURES.items()]
     parts += [f"## {heading}\n\n{markdown(titles, rows)}" for heading, (titles, rows) in sections(summary).items()]
     parts += ["## How the workloads were made", "\n".join(f"- {line}" for line in MADE)]
     return "\n\n".join(parts) + "\n"
