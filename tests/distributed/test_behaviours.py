@@ -12,8 +12,6 @@ from bprong.distributed import Ranks, _symmetric, _triangle, assigned
 from bprong.linalg.blocks import Blocks
 from helpers import assert_close
 
-pytestmark = pytest.mark.xdist_group("test_behaviours")  # the processes are started once
-
 NAMES = [
     "ranks_seeded_differently", "resumed", "saved_for_one_process", "distributed_checkpoint",
     "a_batch_that_is_not_finite", "an_empty_batch", "an_error_on_one_rank", "gradients_that_differ",

@@ -12,8 +12,6 @@ from torch import nn
 import bprong
 from helpers import assert_close
 
-pytestmark = pytest.mark.xdist_group("test_fully_sharded")  # the processes are started once
-
 FUNCTIONS = (
     "distributed_checkpoint", "memory", "a_batch_that_is_not_finite", "validated_between_backward_and_step",
     "other_models", "mixed_precision", "refused",

@@ -9,8 +9,6 @@ import torch
 
 from helpers import assert_close
 
-pytestmark = pytest.mark.xdist_group("test_paths")  # the processes are started once
-
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
 def trained(request):
