@@ -180,18 +180,7 @@ def test_a_layer_under_vmap_follows_the_fallback_rule():
         stepped(Mapped(), torch.randn(6, 4), torch.arange(6) % 3)
 
 
-NEWER = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
-
-
-@pytest.mark.parametrize(
-    "reentrant",
-    [
-        True,
-        pytest.param(
-            False, marks=pytest.mark.xfail(NEWER, reason="CheckpointError with torch 2.15; not explained yet")
-        ),
-    ],
-)
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_under_checkpointing(cell, reentrant):
     class Steps(nn.Module):

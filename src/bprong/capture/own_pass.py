@@ -84,7 +84,12 @@ _AS_WRITTEN = Replacements(
             "CheckpointFunction",
             SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args)),
         ),
-        (checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: (None for _ in range(1))),
+        # A generator, which newer versions of torch have under a second name.
+        *(
+            (checkpoint, name, lambda *args, **kwargs: (None for _ in range(1)))
+            for name in vars(checkpoint)
+            if name.startswith("_checkpoint_without_reentrant_generator")
+        ),
     ]
 )
 
