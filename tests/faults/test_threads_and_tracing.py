@@ -68,9 +68,14 @@ def test_a_model_may_change_its_dtype_under_auto(dtypes: tuple[torch.dtype, torc
 # 18. Tracing ----------------------------------------------------------------------------------------------------------
 
 
+def ignore_deprecations() -> None:
+    for kind in (DeprecationWarning, FutureWarning):  # which of them depends on the version of torch
+        warnings.simplefilter("ignore", kind)
+
+
 def by_jit(model: nn.Module) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        ignore_deprecations()
         return torch.jit.trace(model, X)(X)
 
 
@@ -112,7 +117,7 @@ def by_vmap(model: nn.Module) -> Tensor:
 
 def by_jacobian(model: nn.Module) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch at itself, at the first use
+        ignore_deprecations()  # of torch at itself, at the first use
         torch.func.jacrev(model)(X[0])
         torch.func.jvp(model, (X,), (X,))
     return model(X)
@@ -168,7 +173,7 @@ def test_a_traced_model_holds_nothing_of_the_optimizer(lr: Rate) -> None:
 
     def operations() -> list[str]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            ignore_deprecations()
             return [node.kind() for node in torch.jit.trace(model, X).inlined_graph.nodes()]
 
     expected = operations()
@@ -183,7 +188,7 @@ def test_scripting_fails_with_a_message_that_says_what_to_do() -> None:
     model = mlp(5, 4, 3)
     optimizer = bprong.BPRONG(model, "cross_entropy")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        ignore_deprecations()
         with pytest.raises(RuntimeError, match="torch.export.export(?s:.*)delete the optimizer"):
             torch.jit.script(model)
         del optimizer
