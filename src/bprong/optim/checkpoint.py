@@ -93,6 +93,68 @@ def unpacked(
     return whitening, rule, plain["class"]
 
 
+def checked(
+    parameters: Sequence[Tensor], layers: Sequence[Layer], entries: Mapping[int, State], kind: str, rule_kind: str
+) -> tuple[State, State]:
+    """The states of the whitening and of the rule; raises ValueError if they are not those of this kind of optimizer.
+
+    kind, rule_kind: the names of the classes of the optimizer and of its step rule
+    """
+    if "plain" not in entries.get(0, {}):
+        raise ValueError(
+            f"the state is not that of {kind}, but another optimizer's. Make a new {kind} instead of loading it"
+        )
+    whitening, rule, saved = unpacked(parameters, layers, entries)
+    if saved != kind:
+        raise ValueError(f"the state is not that of {kind}, but that of {saved}. Make a new {saved} and load it")
+    if (saved_rule := rule.pop("type")) != rule_kind:
+        raise ValueError(
+            f"the state has the step rule {saved_rule}, and this optimizer has {rule_kind}: make it with the same "
+            f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
+        )
+    return whitening, rule
+
+
+def check_demoted(
+    parameters: Sequence[Tensor], layers: Sequence[Layer], demoted: Sequence[str], state_dict: State
+) -> None:
+    """Raises ValueError if layers that follow the fallback rule have no averages for it.
+
+    demoted:    the names of these layers
+    state_dict: torch's own
+    """
+    names = _names(state_dict)
+    kept = {p: state_dict["state"].get(name, {}) for p, name in zip(parameters, names, strict=False)}
+    chosen = [layer for layer in layers if layer.name in demoted]
+    if chosen and not any("exp_avg" in kept.get(p, {}) for layer in chosen for p in layer.parameters):
+        raise ValueError(
+            f"the state lacks Adam's averages of layer {chosen[0].name!r}, which was left to the fallback rule during "
+            f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
+        )
+
+
+# torch's own state ----------------------------------------------------------------------------------------------------
+
+
+def with_entries(state_dict: State, entries: Sequence[State]) -> State:
+    """torch's own state with our entries, in the order of the parameters."""
+    own = {i: {k: v for k, v in state_dict["state"].get(i, {}).items() if k != KEY} for i in range(len(entries))}
+    return state_dict | {"state": {i: own[i] | {KEY: entry} for i, entry in enumerate(entries)}}
+
+
+def without_entries(state_dict: State) -> tuple[dict[int, State], State]:
+    """Our entries, by the place of their parameter, and torch's own state without them."""
+    states = state_dict["state"]
+    entries = {i: states[name][KEY] for i, name in enumerate(_names(state_dict)) if KEY in states.get(name, {})}
+    others = {name: {k: v for k, v in state.items() if k != KEY} for name, state in states.items()}
+    return entries, state_dict | {"state": {name: state for name, state in others.items() if state}}
+
+
+def _names(state_dict: State) -> list[Any]:
+    """The names of the parameters in a state, which may be numbers."""
+    return [name for group in state_dict["param_groups"] for name in group["params"]]
+
+
 def exchanged_layers(
     entries: Sequence[State], parameters: Sequence[Tensor], layers: Sequence[Layer], sharding: Sharding
 ) -> list[State]:

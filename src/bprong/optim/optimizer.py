@@ -32,7 +32,15 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic
-from bprong.optim.checkpoint import KEY, exchanged_layers, packed, unpacked
+from bprong.optim.checkpoint import (
+    KEY,
+    check_demoted,
+    checked,
+    exchanged_layers,
+    packed,
+    with_entries,
+    without_entries,
+)
 from bprong.optim.declared import DeclaredLoss
 from bprong.optim.fixed_rate import FixedRate
 from bprong.optim.gradient_scale import GradientScale
@@ -456,45 +464,21 @@ class BPRONG(Optimizer):
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
         parameters = self._parameters
         rule = {"type": self._rule.kind} | self._rule.state_dict(parameters)
-        whitening = self._whitening.state_dict()
-        entries = packed(parameters, self._all_layers(), whitening, rule, type(self).__name__)
+        layers = self._all_layers()
+        entries = packed(parameters, layers, self._whitening.state_dict(), rule, type(self).__name__)
         if self._whitening.layers.sharding is not None:
-            entries = exchanged_layers(entries, parameters, self._all_layers(), self._whitening.layers.sharding)
-        found = super().state_dict()
-        own = {i: {k: v for k, v in found["state"].get(i, {}).items() if k != KEY} for i in range(len(parameters))}
-        return found | {"state": {i: own[i] | {KEY: entry} for i, entry in enumerate(entries)}}
+            entries = exchanged_layers(entries, parameters, layers, self._whitening.layers.sharding)
+        return with_entries(super().state_dict(), entries)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; the state of another model is refused."""
-        name = type(self).__name__
-        states = state_dict["state"]
-        names = [key for group in state_dict["param_groups"] for key in group["params"]]  # or numbers
-        entries = {i: states[key][KEY] for i, key in enumerate(names) if KEY in states.get(key, {})}
         parameters = self._parameters
-        if "plain" not in entries.get(0, {}):
-            raise ValueError(
-                f"the state is not that of {name}, but another optimizer's. Make a new {name} instead of loading it"
-            )
-        whitening, rule, saved = unpacked(parameters, self._all_layers(), entries)
-        if saved != name:
-            raise ValueError(f"the state is not that of {name}, but that of {saved}. Make a new {saved} and load it")
-        own_rule = self._rule.kind
-        if (saved_rule := rule.pop("type")) != own_rule:
-            raise ValueError(
-                f"the state has the step rule {saved_rule}, and this optimizer has {own_rule}: make it with the same "
-                f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
-            )
+        layers = self._all_layers()
+        entries, others = without_entries(state_dict)
+        whitening, rule = checked(parameters, layers, entries, type(self).__name__, self._rule.kind)
         self._whitening.check_state(whitening)
-        demoted = [layer for layer in self._all_layers() if layer.name in whitening["demoted"]]
-        kept = {i: set(states[key]) for i, key in enumerate(names) if key in states}
-        places = {p: i for i, p in enumerate(parameters)}
-        if demoted and not any("exp_avg" in kept.get(places.get(p, -1), ()) for x in demoted for p in x.parameters):
-            raise ValueError(
-                f"the state lacks Adam's averages of layer {demoted[0].name!r}, which was left to the fallback rule "
-                f"during training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
-            )
-        others = {name: {k: v for k, v in state.items() if k != KEY} for name, state in states.items()}
-        super().load_state_dict(state_dict | {"state": {name: state for name, state in others.items() if state}})
+        check_demoted(parameters, layers, whitening["demoted"], others)
+        super().load_state_dict(others)
         self._rule.load_state_dict(rule, parameters)
         self._whitening.load_state_dict(whitening)
         self._processes = None  # a checkpoint may have been made by another number of processes

@@ -14,6 +14,7 @@ from bprong.errors import WhiteningError
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
+from bprong.sharding import Sharding
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import Schedule
 from bprong.whitening.side import Backoff, Side
@@ -132,3 +133,36 @@ def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side,
         skip, next_skip = backoffs[owners[side], 2 * i : 2 * i + 2].tolist()
         side.backoff = Backoff(int(skip), int(next_skip))
     return factors
+
+
+# Sharding -------------------------------------------------------------------------------------------------------------
+
+
+def share_layers(layers: Layers, ranks: Ranks) -> None:
+    """Assigns the layers that have no owner yet to ranks, and leaves what this rank does not own to the others."""
+    known = {} if layers.sharding is None else layers.sharding.owners
+    new = [layer for layer in layers.values() if layer.name not in known]
+    if not new:
+        return
+    groups = _sharing(layers.values())
+    costs = dict.fromkeys((groups[layer.name] for layer in new if groups[layer.name] not in known), 0.0)
+    for layer in new:
+        if groups[layer.name] in costs:
+            costs[groups[layer.name]] += sum(side.blocks.cost for side in layer.sides)
+    by_group = {**assigned(costs, ranks.size), **known}
+    owners = {name: by_group[groups[name]] for name in layers}
+    parameters = {p: owners[layer.name] for layer in layers.values() for p in layer.parameters}
+    layers.sharding = Sharding(ranks, owners, parameters)
+    for layer in new:
+        for side in () if layers.is_own(layer) else layer.sides:
+            side.leave_to(owners[layer.name])
+
+
+def _sharing(layers: Iterable[Layer]) -> dict[str, str]:
+    """For each layer, by name, the first of the layers that it shares a parameter with: they have one owner."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for layer in layers:
+        found[layer.name] = next((first[p] for p in layer.parameters if p in first), layer.name)
+        first |= dict.fromkeys(layer.parameters, found[layer.name])
+    return found

@@ -7,7 +7,7 @@ coordinates, the optimizer puts a new factor into force. `Whitening` runs the lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from bprong.capture.measure import LayerMoments, measure, merged, record, with_g
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import own_pass, random_numbers, without_autocast
 from bprong.capture.weights import WeightMatrix
-from bprong.distributed import ALONE, Ranks, assigned
+from bprong.distributed import ALONE, Ranks
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss
@@ -31,9 +31,9 @@ from bprong.likelihood.targets import Targets
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
-from bprong.sharding import Sharding, is_sharded, is_sliced, whole
+from bprong.sharding import is_sharded, is_sliced, whole
 from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.ranks import Centred, drifted, measured_by_all, shared_factors
+from bprong.whitening.ranks import Centred, drifted, measured_by_all, share_layers, shared_factors
 from bprong.whitening.schedule import Schedule, mixed, period_for
 from bprong.whitening.side import SIDES, Side
 
@@ -96,16 +96,6 @@ def refresh(
         side.refreshed_at = schedule.t
         side.failures = 0
     layers.changed()
-
-
-def _sharing(layers: Iterable[Layer]) -> dict[str, str]:
-    """For each layer, by name, the first of the layers that it shares a parameter with: they have one owner."""
-    first: dict[Tensor, str] = {}
-    found = {}
-    for layer in layers:
-        found[layer.name] = next((first[p] for p in layer.parameters if p in first), layer.name)
-        first |= dict.fromkeys(layer.parameters, found[layer.name])
-    return found
 
 
 class Whitening:
@@ -207,21 +197,8 @@ class Whitening:
 
     def _shard(self) -> None:
         """Assigns layers to ranks, each once, and leaves what this rank does not own to the others."""
-        known = {} if self.layers.sharding is None else self.layers.sharding.owners
-        new = {name: layer for name, layer in self.layers.items() if name not in known}
-        if not new or not (self._fully_sharded or (self.sharded and self.ranks.size > 1)):
-            return
-        groups = _sharing(self.layers.values())
-        costs = dict.fromkeys((groups[name] for name in new), 0.0)
-        for name, layer in new.items():
-            costs[groups[name]] += sum(side.blocks.cost for side in layer.sides)
-        given = assigned({key: cost for key, cost in costs.items() if key not in known}, self.ranks.size)
-        owners = {name: known.get(groups[name], given.get(groups[name], 0)) for name in self.layers}
-        parameters = {p: owners[layer.name] for layer in self.layers.values() for p in layer.parameters}
-        self.layers.sharding = Sharding(self.ranks, owners, parameters)
-        for name, layer in new.items():
-            for side in () if self.layers.is_own(layer) else layer.sides:
-                side.leave_to(self.layers.sharding.owners[name])
+        if self._fully_sharded or (self.sharded and self.ranks.size > 1):
+            share_layers(self.layers, self.ranks)
 
     @property
     def measures(self) -> bool:
