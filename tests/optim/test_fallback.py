@@ -138,20 +138,28 @@ def test_a_linear_layer_added_later_is_whitened():
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
-def test_the_direction_is_a_step_that_is_not_made(betas):
-    """`direction` advances the state as `step_` does, and returns what a step at this lr would add, without `rate`."""
-    fallback = Fallback(rate=1.0, betas=betas)
-    stepped = torch.randn(6, dtype=torch.float64)
-    kept = stepped.clone()
-    states = ({}, {})
-    total = torch.zeros_like(kept)
-    for seed in range(4):
-        g = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        fallback.step_(stepped, g, states[0], lr=0.1)
-        total += fallback.direction(g, states[1], lr=0.1)
-    assert_close(stepped, kept + total, 1e-13)
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+def test_directions_are_the_steps_of_torchs_adam(betas):
+    """Of several parameters together, one of which has no gradient at first, at learning rates of their own."""
+    torch.manual_seed(0)
+    parameters = [torch.randn(6, dtype=torch.float64), torch.randn(2, 3), torch.randn(3, dtype=torch.complex128)]
+    expected = [p.clone() for p in parameters]
+    rates = dict(zip(parameters, (0.1, 0.2, 0.3), strict=True))
+    adam = torch.optim.Adam(
+        [{"params": [q], "lr": 0.5 * rates[p]} for p, q in zip(parameters, expected, strict=True)], betas=betas
+    )
+    fallback = Fallback(rate=0.5, betas=betas)
+    states = {p: {} for p in parameters}
+    for step in range(4):
+        gradients = {p: torch.randn_like(p) for p in parameters[: 2 if step == 0 else 3]}
+        for p, q in zip(parameters, expected, strict=True):
+            q.grad = gradients.get(p)
+        adam.step()
+        for p, d in fallback.directions(gradients, states, rates).items():
+            p.add_(d)
+    for p, q in zip(parameters, expected, strict=True):
+        real, other = (torch.view_as_real(v) if v.is_complex() else v for v in (p, q))
+        assert_close(real, other, 1e-5 if p.dtype is torch.float32 else 1e-13)
+    assert fallback.directions({}, states, rates) == {}
 
 
 def test_the_state_is_saved_with_the_optimizer():

@@ -57,15 +57,14 @@ class ReferenceMuon(torch.optim.Optimizer):
 class NaturalBias:
     """Instead of Adam for biases: b moves by (D+ε)⁻¹ M_b, as b† does in the reference."""
 
-    rate = 1.0
-
     def __init__(self, optimizer, lr):
         self.optimizer = optimizer
         self.lr = lr
 
-    def direction(self, gradient, state, lr):
-        (layer,) = (own for own in self.optimizer._whitening.layers.values() if self.optimizer.state[own.bias] is state)
-        return layer.backward.factor.left(gradient.lerp(state["gradient_average"], 0.9)) * -self.lr
+    def directions(self, gradients, states, rates):
+        layers = {layer.bias: layer for layer in self.optimizer._whitening.layers.values()}
+        averages = {p: g.lerp(states[p]["gradient_average"], 0.9) for p, g in gradients.items()}
+        return {p: layers[p].backward.factor.left(average) * -self.lr for p, average in averages.items()}
 
 
 @pytest.mark.parametrize("solver", ["eigh", "cholesky", "symmetric"])

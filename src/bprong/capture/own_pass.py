@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,11 +117,11 @@ def _call(model: nn.Module, x: Any) -> Any:
 def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Use separate random numbers, and restore the state of all modules afterwards."""
     seen: set[int] = set()
-    restore = [function for hooks in _GLOBAL_HOOKS for function in _restorers(hooks, seen)]
+    restore = _restorers(_GLOBAL_HOOKS, seen)
     for module in model.modules():
         if not getattr(module, "buffers_are_constant", False):
             kept = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
-            restore += [*_restorers(kept, seen), partial(_restore_attributes, vars(module), kept)]
+            restore += [*_restorers(kept.values(), seen), partial(_restore_attributes, vars(module), kept)]
     with random_numbers(model, seed):
         try:
             for hooks, key, _ in list(_users_hooks(model)):
@@ -187,25 +187,32 @@ def _restore_attributes(own: dict[str, Any], kept: Mapping[str, Any]) -> None:
     own.update(kept)
 
 
-def _restorers(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
-    """Functions that give a value back its present contents: a tensor, a container, or a random number generator."""
-    if id(value) in seen or isinstance(value, nn.Parameter):
-        return
-    seen.add(id(value))
-    match value:
-        case Tensor():
-            yield partial(value.copy_, value.clone())
-        case dict() | list() | deque() | set():
-            contents = dict(value) if isinstance(value, dict) else list(value)
-            yield partial(_refill, value, contents)
-            for item in contents.values() if isinstance(contents, dict) else contents:
-                yield from _restorers(item, seen)
-        case torch.Generator() | np.random.RandomState():
-            yield partial(value.set_state, value.get_state())  # type: ignore[arg-type]
-        case random.Random():
-            yield partial(value.setstate, value.getstate())
-        case np.random.Generator():
-            yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+def _restorers(values: Iterable[Any], seen: set[int]) -> list[Callable[[], object]]:
+    """Functions that give values back their present contents: tensors, containers, and random number generators."""
+    found: list[Callable[[], object]] = []
+    for value in values:
+        if type(value) in _IMMUTABLE or id(value) in seen:
+            continue
+        seen.add(id(value))
+        match value:
+            case dict() | list() | deque() | set() if not value:
+                found.append(value.clear)  # most containers of a module are for hooks, of which it has none
+            case dict() | list() | deque() | set():
+                contents = dict(value) if isinstance(value, dict) else list(value)
+                found.append(partial(_refill, value, contents))
+                found += _restorers(contents.values() if isinstance(contents, dict) else contents, seen)
+            case Tensor() if not isinstance(value, nn.Parameter):
+                found.append(partial(value.copy_, value.clone()))
+            case torch.Generator() | np.random.RandomState():
+                found.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
+            case random.Random():
+                found.append(partial(value.setstate, value.getstate()))
+            case np.random.Generator():
+                found.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    return found
+
+
+_IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, tuple, type, FunctionType}
 
 
 def _refill(container: Any, contents: Any) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -184,6 +184,19 @@ class Elsewhere(Factor):
 
     def __str__(self) -> str:
         return f"on rank {self.owner},"
+
+
+def is_single_block(factor: Factor) -> bool:
+    """Whether a factor is one dense matrix, so that it can be stacked with others."""
+    return isinstance(factor, Dense) and not factor.blocks.lead and factor.blocks.positions == 1
+
+
+def stacked(factors: Sequence[Factor | None]) -> Factor | None:
+    """Single blocks of one size as one factor of several groups; a single factor, or None for all, as it is."""
+    if len(factors) == 1 or factors[0] is None:
+        return factors[0]
+    inverses = torch.stack([factor.inverse for factor in factors if isinstance(factor, Dense)])
+    return Dense(inverses, Blocks(inverses.shape[-1], groups=len(factors)))
 
 
 def shape_of_state(state: Mapping[str, Any]) -> tuple[int, ...]:

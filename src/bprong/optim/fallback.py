@@ -7,16 +7,19 @@ would use for them, and its usual learning rate is a tenth of ours.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+States = MutableMapping[Tensor, dict[str, Any]]  # torch's own states of the parameters
+
 
 @dataclass(frozen=True)
 class Fallback:
-    """Adam (Kingma & Ba, Algorithm 1) for single parameters; their states are the optimizer's.
+    """Adam (Kingma & Ba, Algorithm 1); the states of the parameters are the optimizer's.
 
     rate: its learning rate, relative to the parameter group's
     """
@@ -25,33 +28,42 @@ class Fallback:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
-    def step_(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
-        """One step in place; starts the state at the first one."""
-        m, denominator, correction = self._moments(gradient, state)
-        _real(parameter).addcdiv_(m, denominator, value=-lr * self.rate / correction)
+    def directions(
+        self, gradients: Mapping[Tensor, Tensor], states: States, rates: Mapping[Tensor, float]
+    ) -> dict[Tensor, Tensor]:
+        """What a step adds to each parameter that has a gradient; the states advance, and are created at first.
 
-    def direction(self, gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
-        """What a step at this learning rate would add; the state advances as if the step were made."""
-        m, denominator, correction = self._moments(gradient, state)
-        step = (m / denominator).mul_(-lr / correction)
-        return torch.view_as_complex(step) if gradient.is_complex() else step
+        rates: the learning rates of the parameters, and maybe of others
+        """
+        if not gradients:
+            return {}
+        own = [states[p] for p in gradients]
+        for gradient, state in zip(gradients.values(), own, strict=True):
+            self.prepare(gradient, state)
+            state["step"] += 1
+        counts = [float(state["step"]) for state in own]
+        g = list(map(_real, gradients.values()))
+        m = [_real(state["exp_avg"]) for state in own]
+        v = [_real(state["exp_avg_sq"]) for state in own]
+        first, second = self.betas
+        torch._foreach_lerp_(m, g, 1 - first)
+        torch._foreach_mul_(v, second)
+        torch._foreach_addcmul_(v, g, g, value=1 - second)
+        denominators = torch._foreach_div(v, [1 - second**t for t in counts])
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, [max(self.eps, self._vanishing(each.dtype)) for each in v])
+        steps = torch._foreach_div(m, denominators)
+        torch._foreach_mul_(
+            steps, [-self.rate * rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)]
+        )
+        complex_ = [torch.view_as_complex(d) if p.is_complex() else d for p, d in zip(gradients, steps, strict=True)]
+        return dict(zip(gradients, complex_, strict=True))
 
     def prepare(self, gradient: Tensor, state: dict[str, Any]) -> None:
         """Starts the state, if that has not been done."""
         if "exp_avg" not in state:
             count = torch.zeros((), device="cpu")  # on the CPU, as in torch's optimizers: it is read at every step
             state |= {"step": count, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
-
-    def _moments(self, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
-        """The first moment and the root of the corrected second one, as real numbers; the correction of the first."""
-        self.prepare(gradient, state)
-        state["step"] += 1
-        t = float(state["step"])
-        first, second = self.betas
-        g = _real(gradient)
-        m = _real(state["exp_avg"]).lerp_(g, 1 - first)
-        v = _real(state["exp_avg_sq"]).mul_(second).addcmul_(g, g, value=1 - second)
-        return m, (v / (1 - second**t)).sqrt_().add_(max(self.eps, self._vanishing(v.dtype))), 1 - first**t
 
     def _vanishing(self, dtype: torch.dtype) -> float:
         """The size up to which a gradient leaves nothing in the second moment: 0.008 in float16, 10⁻²¹ in float32."""

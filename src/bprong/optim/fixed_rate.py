@@ -12,8 +12,8 @@ from torch import Tensor
 from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.directions import dot, norm
-from bprong.optim.fallback import Fallback
-from bprong.optim.rules import GivenDamping, Gradients, Group, States, StepRule
+from bprong.optim.fallback import Fallback, States
+from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.side import Side
 
@@ -62,10 +62,12 @@ class FixedRate(StepRule):
             if layer.weight in directions:
                 layer.step_norm = steps.norm(layer.weight, layer.linear.own)
         steps.make_()
-        for p, g in gradients.values.items():
-            if p not in directions:
-                _decay_(p, groups[p])
-                self._fallback.step_(p, g, gradients.states[p], float(groups[p]["lr"]))
+        others = {p: g for p, g in gradients.values.items() if p not in directions}
+        for p in others:
+            _decay_(p, groups[p])
+        all_rates = {p: float(group["lr"]) for p, group in groups.items()}
+        for p, step in self._fallback.directions(others, gradients.states, all_rates).items():
+            p.add_(step)
 
     def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
         """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""

@@ -229,7 +229,8 @@ class BPRONG(Optimizer):
         return FixedRate(GivenDamping(damping, few=all_usual and bound is not None), bound, options.fallback(0.1))
 
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
-        settings = self._options.settings(every, self._whitens_backward, self._rule.early_steps)
+        rule = self._rule
+        settings = self._options.settings(every, self._whitens_backward, rule.early_steps, rule.early_parts)
         self._form = (solver, Limits(max_dim, self._options.channels))
         layers = self._layers()
         if not layers:

@@ -93,7 +93,9 @@ class Options:
         """The rule of parameters that are not whitened; usual: its rate, unless one was given."""
         return Fallback(usual if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
 
-    def settings(self, every: int | None, backward: bool, early_steps: tuple[int, ...]) -> Settings:
+    def settings(
+        self, every: int | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
+    ) -> Settings:
         """The settings of the schedule; refuses options that have no effect in the mode they choose."""
         every = None if every is None else integer("every", every, 1)
         forward_every = every if self.forward_every is None else self.forward_every
@@ -119,7 +121,7 @@ class Options:
             forward=(common if forward_every is None else forward_every, self.forward_offset or 0),
             backward=(common if backward_every is None else backward_every, self.backward_offset or 0),
             fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
-            refresh=refresh, overhead=share, early_steps=early_steps,
+            refresh=refresh, overhead=share, early_steps=early_steps, early_parts=early_parts,
         )  # fmt: skip
 
 

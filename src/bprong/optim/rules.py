@@ -7,7 +7,7 @@ that does knows which rule there is. A new rule is one file with a subclass of `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from bprong.capture.batches import Batch
 from bprong.linalg.damped_inverse import Damping
+from bprong.optim.fallback import States
 from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.schedule import EARLY_PARTS
 from bprong.whitening.side import Side, SideName
 
 Group = dict[str, Any]
-States = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class StepRule(ABC):
     """Turns the gradients of a step into a change of the parameters.
 
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
+    early_parts:        parts of the first period after which they are measured too, of which a half is 2
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
     keeps_every_batch:  whether the rule may run the model again on the batches of a step
     """
 
     early_steps: tuple[int, ...] = ()
+    early_parts: tuple[int, ...] = EARLY_PARTS
     reads_every_batch: bool = False
     keeps_every_batch: bool = False
 

@@ -22,13 +22,14 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.orthogonal import Whitened, whitened_msgn
 from bprong.optim.directions import norm
-from bprong.optim.fallback import Fallback
-from bprong.optim.rules import GivenDamping, Gradients, Group, States, StepRule
+from bprong.optim.fallback import Fallback, States
+from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
 from bprong.whitening.layers import Layer, Layers, WeightAndBias
 from bprong.whitening.side import Side
 
 Power = Literal["half", "whole"]
 AVERAGE = "gradient_average"  # its key in a parameter's state
+EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so that they need fewer refreshes at first
 RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
 
 
@@ -60,11 +61,8 @@ class SpectralDirection:
         moved = _moved(gradients, layers)
         weights = {layer.weight for layer in moved}
         averages = _averages([p for layer in moved for p in layer.parameters if p in gradients.values], gradients)
-        steps = {
-            p: self.fallback.direction(g, gradients.states[p], self.fallback.rate * rates[p])
-            for p, g in gradients.values.items()
-            if p not in weights
-        }
+        others = {p: g for p, g in gradients.values.items() if p not in weights}
+        steps = self.fallback.directions(others, gradients.states, rates)
         compute = partial(self._directions, [layer for layer in moved if layers.is_own(layer)], rates)
         # What is left of a bias is what centring asks for, at the rate of its weight.
         for p, step in layers.by_parameter(averages, compute, {}).items():
@@ -75,17 +73,20 @@ class SpectralDirection:
         self, layers: Sequence[Layer], rates: Mapping[Tensor, float], averages: Mapping[Tensor, Tensor]
     ) -> dict[Layer, WeightAndBias]:
         """−η s Rᵀ msgn(R M Uᵀ) U of each layer, and zero for its bias."""
+        if not layers:
+            return {}
         found = whitened_msgn([self._whitened(layer, averages) for layer in layers])
-        steps = {layer: d * -rates[layer.weight] for layer, d in zip(layers, found, strict=True)}
+        factors = [-rates[layer.weight] for layer in layers]
         if self.rms is not None:
-            steps = {
-                layer: step * (self.rms * math.sqrt(step.numel()) / d.norm().clamp(min=SMALLEST))
-                for (layer, step), d in zip(steps.items(), found, strict=True)
-            }
+            norms = torch._foreach_norm(found)
+            torch._foreach_clamp_min_(norms, SMALLEST)
+            torch._foreach_div_(found, norms)
+            factors = [factor * self.rms * math.sqrt(d.numel()) for factor, d in zip(factors, found, strict=True)]
+        torch._foreach_mul_(found, factors)
         biases = (layer.gradients(averages)[1] for layer in layers)
         return {
             layer: (step, None if M_b is None else torch.zeros_like(M_b))
-            for (layer, step), M_b in zip(steps.items(), biases, strict=True)
+            for layer, step, M_b in zip(layers, found, biases, strict=True)
         }
 
     def _whitened(self, layer: Layer, averages: Mapping[Tensor, Tensor]) -> Whitened:
@@ -100,6 +101,8 @@ class SpectralDirection:
 
 class Spectral(StepRule):
     """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
+
+    early_parts = EARLY_PARTS
 
     def __init__(self, damping: GivenDamping, direction: SpectralDirection) -> None:
         self._damping = damping
@@ -151,10 +154,16 @@ def _average(parameter: Tensor, states: States) -> Tensor:
 
 def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
-    found = {}
+    found: dict[Tensor, Tensor] = {}
+    kinds: dict[tuple[float, bool], list[Tensor]] = {}
     for p in parameters:
-        g = gradients.values[p]
         group = gradients.groups[p]
-        average = _average(p, gradients.states).lerp_(g.to(p.dtype), 1 - group["momentum"])
-        found[p] = g.lerp(average.to(g.dtype), group["momentum"]) if group["nesterov"] else average
+        kinds.setdefault((group["momentum"], group["nesterov"]), []).append(p)
+    for (momentum, nesterov), own in kinds.items():
+        values = [gradients.values[p] for p in own]
+        averages = [_average(p, gradients.states) for p in own]
+        torch._foreach_lerp_(averages, [g.to(p.dtype) for p, g in zip(own, values, strict=True)], 1 - momentum)
+        alike = [average.to(g.dtype) for average, g in zip(averages, values, strict=True)]
+        corrected = torch._foreach_lerp(values, alike, momentum) if nesterov else averages
+        found |= dict(zip(own, corrected, strict=True))
     return found

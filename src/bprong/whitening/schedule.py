@@ -23,6 +23,7 @@ Mode = Literal["periodic", "drift"]
 
 DRIFT = 0.2  # ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖ above which a factor is out of date
 LONGEST_INTERVAL = 16  # periods between two measurements of a side that does not drift, at most
+EARLY_PARTS = (8, 4, 2)  # everything is measured after an eighth, a quarter and half of the first period too
 SHORTEST_PERIOD = 10  # steps between two refreshes, however cheap they are
 
 # The cost model behind `period_for` and `evaluation_period`, in operations of a float32 product, of which two cores
@@ -46,7 +47,8 @@ class Settings:
     record_every:  steps between measurements without a refresh; None: there are none
     seed:          of sampled targets
     refresh:       "periodic": every side at its period; "drift": those sides that have drifted
-    early_steps:   further steps at which everything is measured, if `overhead` determines the period
+    early_steps:   further steps at which everything is measured, if `overhead` determines the period,
+    early_parts:   and parts of the first period after which it is measured: a half is 2
     overhead:      the share of run time that determines the period instead of `periods`; None: `periods` hold
     """
 
@@ -58,6 +60,7 @@ class Settings:
     refresh: Mode = "periodic"
     overhead: float | None = None
     early_steps: tuple[int, ...] = ()
+    early_parts: tuple[int, ...] = EARLY_PARTS
 
     @classmethod
     def checked(
@@ -147,10 +150,10 @@ class Schedule:
 
     @property
     def _all_due(self) -> bool:
-        """Whether every side is due: at the start, an eighth, a quarter or half of the first period."""
+        """Whether every side is due: at the start, and early in the first period."""
         if self.settings.overhead is None:
             return False
-        early = set() if self.every is None else {self.every >> k for k in (1, 2, 3)}
+        early = set() if self.every is None else {self.every // part for part in self.settings.early_parts}
         return self.t == 0 or self.t in early.union(self.settings.early_steps)
 
     def state_dict(self) -> dict[str, Any]:

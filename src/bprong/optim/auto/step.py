@@ -21,9 +21,10 @@ from bprong.optim.auto.evaluation import Evaluation, declared_slope, evaluate, m
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
 from bprong.optim.directions import Direction, dot, norm
+from bprong.optim.fallback import States
 from bprong.optim.options import Options
-from bprong.optim.rules import Gradients, Group, States, StepRule
-from bprong.optim.spectral import SpectralDirection, check_momentum
+from bprong.optim.rules import Gradients, Group, StepRule
+from bprong.optim.spectral import EARLY_PARTS, SpectralDirection, check_momentum
 from bprong.sharding import gathered, local, summed, whole
 from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import evaluation_period, mixed
@@ -76,6 +77,7 @@ class Automatic(StepRule):
         self._sums = sums  # the loss is a sum, whose scale changes with the number of targets
         if spectral is not None:
             self.early_steps = ()
+            self.early_parts = EARLY_PARTS
         self._warned: set[str] = set()
         self._is_divisible = False  # not known yet
 
@@ -234,7 +236,8 @@ class Automatic(StepRule):
         states = gradients.states
         units = layers.units(relative)
         whitened = {p: d * -units[p] for p, d in layers.steps(values, relative).items()}
-        adam = {p: self._fallback.direction(g, states[p], relative[p]) for p, g in values.items() if p not in whitened}
+        others = {p: g for p, g in values.items() if p not in whitened}
+        adam = self._fallback.directions(others, states, relative)
         last = {p: states[p][LAST] for p in values if LAST in states[p] and self.moved}
         found: dict[str, Direction] = {"whitened": whitened, "adam": adam, "last": last}
         return {name: direction for name, direction in found.items() if direction or name == "whitened"}
