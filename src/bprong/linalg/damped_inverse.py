@@ -30,7 +30,9 @@ class Damping:
     relative_to="one"       ε                  the paper's ε
     relative_to="mean"      ε · tr(Ž)/d        independent of the common scale of the features
     relative_to="variance"  ε · diag(Ž)        independent of the scale of each feature, so that the step is exactly
-                                               invariant to a rescaling of features
+                                               invariant to a rescaling of features. For features that vary in most
+                                               examples: one that is rarely active, such as a pixel at the border of
+                                               an image, would make steps that are far too long
 
     A coordinate (or a whole side) that never varies is damped as if its variance were one; its gradient is zero.
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -10,8 +10,18 @@ from bprong.experiments.bench import plan as planning
 from bprong.experiments.bench.methods import METHODS
 from bprong.experiments.bench.plan import Plan, cut, estimated_seconds, names_in, parse_duration, within
 from bprong.experiments.bench.records import Row
-from bprong.experiments.bench.scores import Times, badness, chance_of, lead, profile, profile_score, ratios, scores
-from bprong.experiments.bench.summary import Summary, automatic_winners, best_place, in_words, losses
+from bprong.experiments.bench.scores import (
+    Times,
+    badness,
+    chance_of,
+    lead,
+    profile,
+    profile_score,
+    ratios,
+    scores,
+    step_price,
+)
+from bprong.experiments.bench.summary import Summary, automatic_winners, best_place, in_words, losses, step_lines
 from bprong.experiments.bench.targets import TARGETS
 from bprong.experiments.bench.workloads import WORKLOADS
 
@@ -111,6 +121,22 @@ def test_names_are_checked_and_ordered():
     assert names_in("gpt, paper", list(WORKLOADS), "workload") == ("paper", "gpt")
     with pytest.raises(ValueError, match="unknown workload gtp"):
         names_in("gtp", list(WORKLOADS), "workload")
+
+
+def test_the_time_of_a_step_is_the_median_over_fresh_seeds():
+    rows = [
+        Row("paper", "adamw", "test", 0, seed, "", steps=10, seconds=seconds) for seed, seconds in enumerate([1, 2, 9])
+    ]
+    rows += [Row("paper", "adamw", "tuning", 0, 0, "", steps=10, seconds=50.0), Row("paper", "sgd", "test", 0, 0, "")]
+    assert step_price(rows) == {("paper", "adamw"): 200.0}
+    assert step_lines(Summary.of(rows))[1] == [["AdamW", "200"], ["SGD, momentum", "–"]]
+
+
+def test_losses_are_measured_from_the_first_step_on():
+    steps = list(WORKLOADS["paper"].measured_steps())
+    assert steps[:3] == [1, 2, 3]
+    assert steps[-1] == WORKLOADS["paper"].steps
+    assert all(after == before + 1 or after / before < 1.1 for before, after in pairwise(steps))
 
 
 def test_every_workload_has_targets_for_both_splits():

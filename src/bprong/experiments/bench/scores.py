@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -166,8 +166,17 @@ def lead(times: Times, race: Race, methods: Sequence[str], others: Sequence[str]
 
 def memory(rows: Iterable[Row]) -> Mapping[tuple[str, str], float]:
     """By workload and method, the median peak memory of fresh seeds, in megabytes."""
+    return _medians(rows, lambda row: row.megabytes)
+
+
+def step_price(rows: Iterable[Row]) -> Mapping[tuple[str, str], float]:
+    """By workload and method, the median time of a step on fresh seeds, in milliseconds."""
+    return _medians(rows, lambda row: 1000 * row.seconds / row.steps if row.steps else math.nan)
+
+
+def _medians(rows: Iterable[Row], value: Callable[[Row], float]) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        if row.stage == "test" and math.isfinite(row.megabytes):
-            found.setdefault((row.workload, row.method), []).append(row.megabytes)
+        if row.stage == "test" and math.isfinite(own := value(row)):
+            found.setdefault((row.workload, row.method), []).append(own)
     return {key: median(values) for key, values in found.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bprong.experiments.bench.methods import METHODS
 from bprong.experiments.bench.records import FAILED, NOT_RUN, Row
-from bprong.experiments.bench.scores import GOALS, Goal, Lead, Race, Times, Unit, lead, memory, scores
+from bprong.experiments.bench.scores import GOALS, Goal, Lead, Race, Times, Unit, lead, memory, scores, step_price
 
 WORDS: dict[Goal, str] = {"train": "training", "val": "validation"}
 FAR_BEHIND = 0.995  # a factor below this counts as a loss of ours
@@ -92,12 +92,17 @@ def _number(value: float, unit: Unit) -> str:
 
 def memory_lines(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Titles and lines: the median peak memory of a run, in megabytes."""
-    found = memory(summary.rows)
+    return _by_workload(summary, {key: f"{value:.0f}" for key, value in memory(summary.rows).items()})
+
+
+def step_lines(summary: Summary) -> tuple[list[str], list[list[str]]]:
+    """Titles and lines: the median time of a step, in milliseconds."""
+    return _by_workload(summary, {key: f"{value:.3g}" for key, value in step_price(summary.rows).items()})
+
+
+def _by_workload(summary: Summary, cells: Mapping[tuple[str, str], str]) -> tuple[list[str], list[list[str]]]:
     workloads = summary.steps.workloads
-    lines = [
-        [title(name), *(f"{found[w, name]:.0f}" if (w, name) in found else "–" for w in workloads)]
-        for name in summary.methods
-    ]
+    lines = [[title(name), *(cells.get((w, name), "–") for w in workloads)] for name in summary.methods]
     return ["method", *workloads], lines
 
 

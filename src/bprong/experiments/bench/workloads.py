@@ -18,8 +18,7 @@ from bprong.experiments.bench.data import Data, Split
 from bprong.experiments.models import digits_convnet, perceptron, with_batch_norm
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-FIRST_MEASURED = 10  # the first step after which losses are measured
-SPACING = 1.07  # of the steps after which losses are measured: each is 7 % later than the one before
+SPACING = 1.07  # of the steps after which losses are measured: each is 7 % later than the one before, or the next
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Workload:
 
     def measured_steps(self) -> Iterator[int]:
         """The steps after which losses are measured: geometric, so that a short time is as precise as a long one."""
-        step = FIRST_MEASURED
+        step = 1
         while step < self.steps:
             yield step
             step = max(step + 1, round(step * SPACING))
