@@ -5,20 +5,16 @@
     width_cost              cost of a step and of a refresh against width, depth and batch size
     loop_speed              how much of a hand-written loop's speed the experiment's training loop keeps
     coverage_check          whether `bprong.coverage` predicts memory and cost
-    layer_races             SGD, Adam and BPRONG on a convolutional network and on a transformer
     continuous_whitening    continuous against periodic whitening of the paper's network
     damping_sweep           the sweep behind the defaults of `bprong reproduce`
     auto_stability          lr="auto" on eleven problems: none may diverge
     auto_autoencoder        lr="auto" on the deep autoencoder, against tuned baselines
-    auto_paper              lr="auto" on the paper's network, against tuned BN+Adam
-    auto_deep               lr="auto" on thirty layers, against tuned SGD
-    auto_generalisation     training and validation loss of lr="auto"
-    auto_figure             the figure of the three races above
     sixty_problems          lr="auto" on sixty small problems, against tuned Adam
-    modern_networks         GPTs, a vision transformer and others, against AdamW, Muon, SOAP, Prodigy, Schedule-Free
+    modern_networks         spectral steps on a second GPT, and at rates around the best one, against Muon and others
 
-`harness` reads and writes rows, times, trains, and makes tables and figures. `problems` has data, networks and losses.
-Results are in docs/*.csv. Every script has `--quick`, a small run that only shows that the script works.
+`bprong bench` compares BPRONG with other optimizers; these scripts answer what it leaves open. `harness` reads and
+writes rows, times, trains, and makes tables and figures. `problems` has data, networks and losses. Results are in
+docs/*.csv. Every script has `--quick`, a small run that only shows that the script works.
 """
 
 import sys

@@ -174,7 +174,7 @@ def draw_panel(axes: Axes, rows: Sequence[Row]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set(xlim=(0, 1.02 * end), ylim=(0.95 * min(row.train_loss for row in raced(rows)), 230))
     figures.frame(axes, "Autoencoder: MNIST", "training time, seconds", "training loss, nats per image")
-    others = figures.explain("faint", "other rates (some stopped at 10 s)")
+    others = figures.explain_faint("other rates (some stopped at 10 s)")
     figures.legend(axes, [others], title=f"seed {seed}, baselines at batch {BATCH}")
 
 
@@ -198,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log.add(run.rows)
             print(run, flush=True)
     print(table(log.rows))
+    with figures.drawing(options.out / "figures" / "auto.png", 1, 1, 4.4) as (_, (axes,)):
+        draw_panel(axes, log.rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures: one width, one style per method, and legends that explain every band, cross, ring and faint line."""
+"""Figures: one width, one style per method, and legends that explain every line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib import style
@@ -16,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from bprong.experiments.figures import INK, LOOK, Style, log_axis, styles  # noqa: F401 (log_axis is for the scripts)
 
@@ -26,12 +24,11 @@ SOLID = (0.0, ())
 DASHED = (0.0, (5.0, 1.6))
 DOTTED = (0.0, (1.2, 1.4))
 LONG = (0.0, (9.0, 2.0))
-DASH_DOT = (0.0, (6.0, 1.6, 1.2, 1.6))
 VERMILION = "#d55e00"
 BLUE = "#0072b2"
+OCHRE = "#b07a00"
 GREEN = "#00866a"
 PURPLE = "#b5468b"
-OCHRE = "#b07a00"
 VIOLET = "#6a4fb3"
 KNOWN = styles(["bprong", "bprong-auto", "bn", "sgd"])  # as in the figures of the experiment
 STYLES = {
@@ -40,10 +37,6 @@ STYLES = {
     "adam": Style(OCHRE, DASHED, "v"),
     "bn-adam": KNOWN["bn"],
     "nesterov": KNOWN["sgd"],
-    "bprong-auto, averaged weights": Style(BLUE, LONG, "h"),
-    "bprong-auto, weight decay 1e-4": Style(VERMILION, DASHED, "s"),
-    "bprong-auto, weight decay 1e-3": Style(GREEN, DASH_DOT, "P"),
-    "bprong-auto, strong damping": Style(VIOLET, DASHED, "<"),
 }
 
 
@@ -81,52 +74,15 @@ def competitor(axes: Axes, x: Sequence[float], y: Sequence[float], how: Style, l
         curve(axes, x, y, how, label)
 
 
-def band(axes: Axes, x: Sequence[float], paths: Sequence[Sequence[float]], how: Style, label: str = "") -> None:
-    """The median of several paths, with a band from the least to the greatest value."""
-    points = list(zip(*paths, strict=True))
-    axes.fill_between(x, [*map(min, points)], [*map(max, points)], color=how.colour, alpha=0.18, linewidth=0)
-    curve(axes, x, [*map(median, points)], how, label)
-
-
-def cross(axes: Axes, x: float, how: Style) -> None:
-    """An × at the top of the axes."""
-    place: dict[str, Any] = {"linestyle": "none", "transform": axes.get_xaxis_transform()}
-    axes.plot([x], [0.97], color=how.colour, marker="x", markersize=7, markeredgewidth=2, **place)
-
-
-def ring(axes: Axes, x: float, y: float, how: Style) -> None:
-    """A ring around a point."""
-    axes.plot([x], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=how.colour, markeredgewidth=1.4)
-
-
-def target_line(axes: Axes, at: float, text: str, above: bool = True) -> None:
-    """A dotted horizontal line with a text at its right end."""
-    axes.axhline(at, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
-    place: dict[str, Any] = {"xytext": (0, 3 if above else -3), "textcoords": "offset points", "ha": "right"}
-    place |= {"xycoords": ("axes fraction", "data"), "va": "bottom" if above else "top"}
-    axes.annotate(text, (1, at), fontsize=8.5, **place)
-
-
 def variant(how: Style, number: int) -> Style:
     """The same colour with other dashes and another marker, for a method that was run in several settings."""
     dashes, marker = [(how.dashes, how.marker), (LONG, "s"), (DOTTED, "D")][number % 3]
     return replace(how, dashes=dashes, marker=marker)
 
 
-def entry(how: Style, label: str) -> Artist:
-    """A legend entry for a method, for figures whose axes do not all show every method."""
-    look: dict[str, Any] = {"color": how.colour, "linestyle": how.dashes, "linewidth": 1.7, "marker": how.marker}
-    return Line2D([], [], markersize=4, label=label, **look)
-
-
-def explain(sign: str, text: str) -> Artist:
-    """A legend entry for a sign that is no method: "band", "faint", "cross" or "ring"."""
-    if sign == "band":
-        return Patch(color=INK, alpha=0.18, linewidth=0, label=text)
-    if sign == "faint":
-        return Line2D([], [], color=INK, linewidth=0.8, alpha=0.4, label=text)
-    look: dict[str, Any] = {"color": INK, "linestyle": "none", "markersize": 8, "markerfacecolor": "none"}
-    return Line2D([], [], marker={"cross": "x", "ring": "o"}[sign], label=text, **look)
+def explain_faint(text: str) -> Artist:
+    """A legend entry for the thin lines in the background."""
+    return Line2D([], [], color=INK, linewidth=0.8, alpha=0.4, label=text)
 
 
 def legend(where: Axes | Figure, extra: Sequence[Artist], columns: int = 1, title: str | None = None) -> None:

@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bprong
 from bprong.experiments.bench.data import batches
@@ -83,11 +82,10 @@ class Run:
     key:     problem, method, learning rate, batch size and seed: what its rows begin with
     rows:    what `record` has measured
     alive:   whether training can go on
-    average: with `averaged`, an exponential average of the weights with factor 0.99
     """
 
     def __init__(
-        self, name: str, problem: Problem, method: str, lr: str, seed: int, batch: int = 0, averaged: bool = False,
+        self, name: str, problem: Problem, method: str, lr: str, seed: int, batch: int = 0,
         **settings: Any,
     ) -> None:  # fmt: skip
         self.problem = problem
@@ -95,7 +93,6 @@ class Run:
         self.key = (name, method, lr, batch or problem.batch, seed)
         model = problem.model(seed)
         self.model = with_batch_norm(model) if method.startswith("bn-") else model
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.99)) if averaged else None
         torch.manual_seed(seed)
         self.optimizer = optimizer_for(self.model, problem, method, lr, **settings)
         self.scheduler = CosineAnnealingLR(self.optimizer, problem.steps) if problem.cosine else None
@@ -131,8 +128,6 @@ class Run:
             self.error = f"{type(error).__name__}: {error}"
         if self.scheduler is not None:
             self.scheduler.step()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
 
     def _loss(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         output = model(x)
@@ -145,11 +140,6 @@ class Run:
         self.alive = math.isfinite(row.train_loss)
         self.rows.append(row)
         return row
-
-    def record_average(self, method: str) -> Row:
-        """Measures the averaged weights as a method of another name. The row is not kept."""
-        assert self.average is not None
-        return self._row(self.average, (self.key[0], method, *self.key[2:]), True)
 
     def _row(self, model: nn.Module, key: tuple[str, str, str, int, int], validate: bool) -> Row:
         count = self.problem.evaluated
