@@ -129,10 +129,11 @@ def test_the_exceptions_can_be_caught_as_those_of_python_and_torch():
 
 def test_missing_packages_are_named_as_the_installed_package_requires_them(monkeypatch):
     """So the command works whether bprong came from an index, from a wheel or from a checkout."""
-    required = ["torch>=2.6", 'rich; extra == "live"', "rich; extra == 'all'", "skorch; extra == 'all'"]
+    required = ["torch>=2.6", 'rich; extra == "live"', "rich>=9; extra == 'all'", "skorch; extra == 'all'"]
+    required.append("bprong[live]; extra == 'all'")
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     assert install_command("live") == "pip install rich"
-    assert install_command("all") == "pip install rich skorch"
+    assert install_command("all") == "pip install 'rich>=9' skorch"
     assert install_command("other") == "pip install 'bprong[other]'"
 
 

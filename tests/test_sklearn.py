@@ -78,7 +78,7 @@ def test_scikit_learn_is_optional():
             print(error)
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert "pip install 'bprong[sklearn]'" in found.stdout
+    assert "pip install 'scikit-learn>=1.6'" in found.stdout
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

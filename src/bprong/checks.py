@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -125,13 +126,25 @@ def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_INSTEAD = {
+    "likelihood": "likelihood= is now called loss=, and takes the loss that you minimise",
+    "betas": "there are no betas= here. Give momentum=; parameters that are not whitened follow Adam, with "
+    "options={'fallback_betas': (0.9, 0.999)}",
+    "eps": "there is no eps= here. What is added to eigenvalues is forward_damping= and backward_damping=",
+    "nesterov": "give nesterov in the options: options={'nesterov': True}",
+    "closure": "closure= is an argument of step()",
+}  # what to give instead of arguments that other optimizers have
+
+
 def takes_loss(function: Function) -> Function:
-    """Decorates a function with an argument `loss`: its former name, likelihood, raises a TypeError that says so."""
+    """Decorates a function with an argument `loss`: arguments of other optimizers raise a TypeError that helps."""
+    known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if "likelihood" in kwargs:
-            raise TypeError("likelihood= is now called loss=, and takes the loss that you minimise")
+        for name in kwargs:
+            if name in _INSTEAD and name not in known:
+                raise TypeError(_INSTEAD[name])
         return function(*args, **kwargs)
 
     return cast(Function, checked)

@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # print ? on a terminal without Greek letters, instead of failing
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
     try:
         options.run(options)
     except ValueError as error:
@@ -66,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=Formatter,
     )
     parser.add_argument("--version", action="version", version=f"bprong {bprong.__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command")
     _add_reproduce(commands)
     _add_bench(commands)
     _add_audit(commands)
@@ -103,8 +107,8 @@ def _add_bench(commands: Any) -> None:
         description="Tune every method with the same number of trials, rerun the best one on fresh\n"
         "seeds, and measure steps and seconds to a training and a validation target.\n"
         "Write bench.csv, figures, benchmark.md and report.html to the output folder.\n"
-        "Packages of other people are used if they are installed: pip install\n"
-        "'bprong[bench]'. Every finished run is kept: --resume continues.",
+        "Packages of other people are used if they are installed (the extra `bench`).\n"
+        "Every finished run is kept: --resume continues.",
         epilog="\n  ".join(["workloads:", *workloads]) + "\n\n" + "\n  ".join(["methods:", *methods]),
         formatter_class=Formatter,
     )

@@ -38,5 +38,11 @@ def install_command(extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:  # the source is on the path, and nothing is installed
         requirements = []
     parts = (requirement.partition(";") for requirement in requirements)
-    names = [name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'"]
-    return "pip install " + (" ".join(names) or f"'bprong[{extra}]'")
+    own = (name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'")
+    names = [name for name in own if not name.startswith("bprong[")]  # which may not be what is installed here
+    return "pip install " + (" ".join(map(_quoted, names)) or f"'bprong[{extra}]'")
+
+
+def _quoted(requirement: str) -> str:
+    """A requirement as a shell takes it: a version would be read as a file to write to."""
+    return requirement if requirement.replace("_", "").replace("-", "").isalnum() else f"'{requirement}'"

@@ -93,6 +93,20 @@ def insert_block(model: nn.Sequential, optimizer: bprong.BPRONG) -> list[str]:
     return ["3.0.0", "3.0.2"]
 
 
+def test_a_layer_that_is_unfrozen_and_not_given_is_named_once() -> None:
+    torch.manual_seed(1)
+    model = mlp(5, 6, 3)
+    model[0].requires_grad_(False)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, every=2)
+    step(model, optimizer, 3)
+    model[0].requires_grad_(True)
+    before = snapshot(model)
+    with pytest.warns(bprong.WhiteningWarning, match=r"0\.weight, 0\.bias have gradients, but are not trained") as said:
+        step(model, optimizer, 5)
+    assert len(said) == 1
+    assert torch.equal(snapshot(model)["0.weight"], before["0.weight"])
+
+
 CHANGES: dict[str, tuple[Change, bool, bool]] = {  # the change; whether the layer is frozen, and given, at first
     "unfrozen": (unfreeze, True, True),
     "unfrozen and given": (unfreeze_and_give, True, False),

@@ -250,6 +250,7 @@ def test_what_cannot_be_expressed_is_refused_with_what_can(name):
     assert "bprong.Likelihood" in message
     assert "nll(output, y)" in message
     assert "sample(output)" in message
+    assert "bprong.PRONG(model, lr=0.01)" in message
 
 
 @pytest.mark.parametrize("given", ["softmax", nn.HuberLoss()])

@@ -168,7 +168,7 @@ def test_when_the_bias_is_frozen_the_centre_returns_to_zero_and_the_average_star
         ({"samples": (1, 2, 3)}, "not a tuple of 3"),
         ({"forward_damping": None}, "finite number of at least 0, not None"),
         ({"forward_damping": -1}, "damping must be"),
-        ({"loss": "softmax"}, "loss cannot be 'softmax'. It is the loss that you minimise: nn.CrossEntropyLoss"),
+        ({"loss": "softmax"}, "loss cannot be 'softmax'. Give the loss that you minimise: nn.CrossEntropyLoss"),
         ({"seed": "a"}, "seed must be a whole number of at least 0, not 'a'"),
         ({"seed": 1.5}, "seed must be a whole number of at least 0, not 1.5"),
     ],

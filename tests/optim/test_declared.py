@@ -128,6 +128,30 @@ def test_a_right_declaration_is_silent(name, form, lr):
     Run(problem.start(), declared, loss, problem.y, lr).assert_silent()
 
 
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_a_sum_of_squares_that_was_not_declared_is_named_when_it_raises_the_loss(step):
+    """It cannot be noticed before, since any gradient fits some targets."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 20)
+    y = F.one_hot(torch.randint(5, (64,)), 5).float()
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer = bprong.BPRONG(model, "mse", step=step)
+    losses = []
+
+    def train_on() -> None:
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y, reduction="sum")
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+    with pytest.warns(WhiteningWarning, match="the last update was undone.*declare the module that you call") as said:
+        train_on()
+    assert len(said) == 1
+    assert losses[-1] < losses[0] / 2
+
+
 @pytest.mark.parametrize("lr", RATES)
 def test_a_module_of_squared_errors_that_is_not_called_cannot_be_checked(lr):
     """Any gradient fits some targets, so that a sum in place of a mean would go unnoticed."""
@@ -599,6 +623,17 @@ def test_the_former_keyword_raises_an_error_that_names_the_new_one(name):
     with pytest.raises(TypeError, match=r"likelihood.*loss"):
         TAKES_LOSS[name](likelihood="categorical")
     TAKES_LOSS[name](loss="cross_entropy")
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [("betas", "fallback_betas"), ("eps", "forward_damping="), ("nesterov", "'nesterov': True")],
+)
+def test_arguments_of_other_optimizers_are_refused_with_what_to_give(argument, instead):
+    with pytest.raises(TypeError, match=instead):
+        bprong.BPRONG(network(), "cross_entropy", **{argument: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'amount'"):
+        bprong.BPRONG(network(), "cross_entropy", amount=1)
 
 
 @pytest.mark.parametrize("name", TAKES_LOSS)

@@ -230,7 +230,7 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
         ({"momentum": 1}, "less than 1, not 1"),
         ({"weight_decay": float("nan")}, "weight_decay must be"),
         ({"every": 0}, "^every must be a whole number of at least 1, not 0"),
-        ({"loss": "softmax"}, "loss cannot be 'softmax'. It is the loss that you minimise: nn.CrossEntropyLoss"),
+        ({"loss": "softmax"}, "loss cannot be 'softmax'. Give the loss that you minimise: nn.CrossEntropyLoss"),
         ({"max_step": 0}, "max_step must be a finite number above 0, not 0"),
         ({"max_step": "large"}, "max_step must be a number above 0, \"auto\" or None, not 'large'"),
         ({"max_dim": 0}, "max_dim must be a whole number of at least 1, not 0"),

@@ -215,9 +215,9 @@ class Categorical(Likelihood):
         super().check(output)
         if output.ndim not in (2, 3) or output.shape[-1] < 2:
             raise ValueError(
-                f"categorical needs logits of at least two classes in the last dimension of an output of two or three "
-                f"dimensions, not an output of shape {tuple(output.shape)}. For one logit per example use bernoulli; "
-                f"permute and flatten images to (rows, classes), or give your own Likelihood"
+                f"a loss over classes needs an output (batch, classes) or (batch, positions, classes) with at least "
+                f"two classes, not one of shape {tuple(output.shape)}. Give a single example a batch dimension, "
+                f"x.unsqueeze(0); for one logit per example declare nn.BCEWithLogitsLoss"
             )
 
     def check_targets(self, output: Tensor, y: Tensor) -> None:

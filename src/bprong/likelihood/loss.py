@@ -81,6 +81,11 @@ class Loss:
         return bool(self.options.get("reduction") == "sum")
 
     @property
+    def needs_its_call(self) -> bool:
+        """Whether only a call of the loss shows its targets, since any gradient at the output fits some targets."""
+        return type(self.likelihood).hard_targets is Likelihood.hard_targets
+
+    @property
     def weighted(self) -> bool:
         """Whether some classes or elements count more than others."""
         return not self.options.keys().isdisjoint(("weight", "pos_weight"))
@@ -182,6 +187,7 @@ def _refusal(given: object) -> str:
     }
     told = "".join(text for text, holds in advice.items() if holds)
     return (
-        f"loss cannot be {shown}.{told} It is the loss that you minimise: {ACCEPTED}. For any other loss, give a "
-        f"bprong.Likelihood of your own: a subclass with nll(output, y) and sample(output), as in its docstring"
+        f"loss cannot be {shown}.{told} Give the loss that you minimise: {ACCEPTED}. For another negative "
+        f"log-likelihood, give a subclass of bprong.Likelihood with nll(output, y) and sample(output). For a loss that "
+        f"is none, use bprong.PRONG(model, lr=0.01), which needs no loss"
     )

@@ -9,7 +9,6 @@ from torch import nn
 
 from bprong.capture.batches import Batch
 from bprong.errors import warn
-from bprong.likelihood.families import Likelihood
 from bprong.likelihood.loss import Loss
 
 TOLERANCE = 0.1  # relative, within which a loss is what was declared; which targets count may be inferred
@@ -48,15 +47,28 @@ class DeclaredLoss:
         """
         ratios = possible_ratios(max(1, len(batches)), factor)
         found = [batch.read(self.loss, ratios) for batch in batches]
-        reason = None if self.warned else self._contradiction(found, ratios)
-        if reason is not None:
+        message = None if self.warned else self._message(found, ratios)
+        if message is not None:
             self.warned = True
-            warn(f"your loss is not what was declared, {self.loss.name}: {reason}")
+            warn(message)
         counted = [batch for batch in found if batch.counts(self.loss.likelihood)]
         return counted or (found if alone else [])
 
-    def _contradiction(self, batches: Sequence[Batch], ratios: Sequence[float]) -> str | None:
+    def _message(self, batches: Sequence[Batch], ratios: Sequence[float]) -> str | None:
+        """What is to be said of a step's batches; None: nothing."""
         read = [batch for batch in batches if batch.left is not None and bool(batch.left.gradient.any())]
+        if reason := self._contradiction(read, ratios, len(batches)):
+            return f"your loss is not what was declared, {self.loss.name}: {reason}"
+        if self.loss.needs_its_call and isinstance(self.loss.given, nn.Module) and not all(b.given for b in read):
+            return (
+                f"your loss cannot be checked: the {self.loss.name} that was declared was not called, so that a factor "
+                f"on the loss, a sum or another loss is not noticed. Call the module that you declare. If your loss is "
+                f"the mean of squared errors, declaring F.mse_loss does as well"
+            )
+        return None
+
+    def _contradiction(self, read: Sequence[Batch], ratios: Sequence[float], count: int) -> str | None:
+        """How the batches whose gradients could be read contradict the declared loss; count: of all batches."""
         if not all(self.loss.fits(batch.left.output) for batch in read if batch.left is not None):
             return "the model does not return log-probabilities. Declare nn.CrossEntropyLoss(), or add nn.LogSoftmax"
         known = [batch.targets for batch in read if batch.targets is not None]
@@ -67,12 +79,9 @@ class DeclaredLoss:
                 f"loss has weights for single examples or further terms, nothing needs to be done. If it is computed "
                 f"from something else that the model returns, name that with output="
             )
-        unchecked = type(self.loss.likelihood).hard_targets is Likelihood.hard_targets
-        if unchecked and isinstance(self.loss.given, nn.Module) and not all(batch.given for batch in read):
-            return "that module was not called, so that a factor or another reduction cannot be noticed. Call it"
         total = sum(targets.ratio for targets in known)
         # A batch in which no target counts has no ratio, but the loss may have been divided as if it had one.
-        factors = [total / (n * ratio) for ratio in ratios for n in {len(known), len(batches)} if known]
+        factors = [total / (n * ratio) for ratio in ratios for n in {len(known), count} if known]
         if any(math.isclose(factor, 1, rel_tol=TOLERANCE) for factor in factors) or not known:
             return None
         other = "mean" if self.loss.sums else "sum"

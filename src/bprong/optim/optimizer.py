@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,11 +25,13 @@ from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapped
 from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
+from bprong.likelihood.families import Gaussian
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM, Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
+from bprong.optim.advice import check_model, not_called, warn_of_fallback, warn_of_untrained
 from bprong.optim.auto.step import Automatic
 from bprong.optim.checkpoint import (
     KEY,
@@ -50,12 +51,11 @@ from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirection
 from bprong.sharding import is_sharded, local, reshard, summed
 from bprong.whitening.layers import PATIENCE, Layer, Layers
-from bprong.whitening.refresh import SEEN_IN_PART, Whitening
+from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Schedule
 from bprong.whitening.side import SIDES, Side, SideName, Solver
 
 StepKind = Literal["natural", "spectral"]
-MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
 SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 SPECTRAL_MOMENTUM = 0.9
 MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
@@ -79,7 +79,8 @@ class BPRONG(Optimizer):
     lr                "auto": no learning rate; the step minimises a quadratic model of the loss (docs/auto.md), and the
                       group's lr, which is 1, multiplies it. A number: the paper's step at this learning rate, with the
                       gradient of your loss as it is, as for SGD
-    params            parameters or parameter groups; by default all trainable parameters of the model
+    params            parameters or parameter groups; by default all parameters of the model that are trainable now. If
+                      you unfreeze others later, give model.parameters(), or use add_param_group then
     step              "natural": the paper's step. "spectral": Muon's step in whitened coordinates; lr and weight_decay
                       are then as for AdamW, since each weight's step has a root mean square of 0.2 lr
     momentum          as for SGD; a velocity in ordinary coordinates. Spectral steps average gradients instead, as Muon
@@ -143,7 +144,7 @@ class BPRONG(Optimizer):
         output: Key | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
-        self._check_model(model)
+        check_model(model, type(self).__name__)
         wrapped = model
         model = unwrapped(wrapped, fully_sharded=True)
         self._ranks = Ranks.of(wrapped)
@@ -171,28 +172,16 @@ class BPRONG(Optimizer):
         self._rule = self._rule_of(lr == "auto", spectral, (forward_damping, backward_damping), max_step)
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every)
         self._batches = Batches(
-            model,
-            self._loss.loss,
-            self._head,
-            self._whitening,
-            self._rule.reads_every_batch,
-            self._rule.keeps_every_batch,
-        )
+            model, self._loss.loss, self._head, self._whitening,
+            self._rule.reads_every_batch, self._rule.keeps_every_batch,
+        )  # fmt: skip
         self._refused = 0
         self._processes: int | None = None  # that made the steps so far
         self._started: float | None = None
+        self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._gradient_scale = GradientScale(self._parameters)
         self._attend()
-
-    def _check_model(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            name = type(self).__name__
-            raise TypeError(
-                f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
-                f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
-                f"parameters only, there are the networks of bprong.skorch"
-            )
 
     def _rule_of(
         self,
@@ -222,7 +211,7 @@ class BPRONG(Optimizer):
             fixed = spectral or not all_usual
             return Automatic(
                 self._model, likelihood, options, damping, fixed, bound, self._head, direction, self._ranks,
-                self._loss.loss.sums,
+                self._loss.loss.sums, isinstance(likelihood, Gaussian),
             )  # fmt: skip
         if direction is not None:
             return Spectral(GivenDamping(damping, few=all_usual), direction)
@@ -285,7 +274,9 @@ class BPRONG(Optimizer):
                 whitening.refresh(gradients.batches, self._rule.damping, _take)
                 start = time.perf_counter()
             if gradients.t == 0:
-                self._warn_of_fallback()
+                warn_of_fallback(self._parameters, self._fallback())
+            if gradients.noted and self._takes_all:
+                self._takes_all = not warn_of_untrained(self._model, set(self._parameters))
             self._rule.step_(gradients, whitening.layers)
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
@@ -339,7 +330,7 @@ class BPRONG(Optimizer):
         seen = self._batches.seen()
         due = self._whitening.due and not self._whitening.recorded
         if not seen and (self._rule.reads_every_batch or due):
-            raise TypeError(self._batches.unread) if self._batches.unread else RuntimeError(self._not_called())
+            raise TypeError(self._batches.unread) if self._batches.unread else RuntimeError(not_called(self._model))
         seen = [batch for batch in seen if batch.left is None or batch.left.output.numel()]  # without empty ones
         if not seen:
             return gradients
@@ -347,19 +338,6 @@ class BPRONG(Optimizer):
         factor = gradients.factor if several else self._gradient_scale.factor()
         batches = self._loss.read(seen, factor or 1.0, alone=not several)
         return replace(gradients, factor=factor, batches=batches)
-
-    def _not_called(self) -> str:
-        children = self._model.named_children()
-        trained = [name for name, child in children if any(p.grad is not None for p in child.parameters())]
-        mode = "" if self._model.training else " (it is in eval mode)"
-        called = f" If your training step calls its {trained[0]!r} instead, give that." if len(trained) == 1 else ""
-        return (
-            f"there is no batch to measure: the model given to the optimizer, a {type(self._model).__name__}, was not "
-            f"called in training mode{mode} with gradients since the last step, or the loss was computed from "
-            f"something other than its output.{called} Give the module that you call (the compiled one, if it "
-            f"is compiled), name the output that the loss is computed from with output=, or use "
-            f"optimizer.observe(x, y); at a fixed lr optimizer.recording() does as well"
-        )
 
     def _acceptable(self, gradients: Gradients) -> bool:
         values = list(gradients.values.values())
@@ -383,20 +361,6 @@ class BPRONG(Optimizer):
         undone = self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
         warn(f"{message}; {'the last update was undone' if undone else 'nothing was changed'}")
         return False
-
-    def _warn_of_fallback(self) -> None:
-        """Warns if most of the numbers that are trained are not whitened, apart from layers that were warned about."""
-        trained = Counter({p: p.numel() for p in self._parameters if p.requires_grad})
-        reasons: Counter[str] = Counter()
-        for p, reason in self._fallback().items():
-            reasons[reason] += trained[p] if reason != SEEN_IN_PART else 0
-        share = reasons.total() / max(1, trained.total())
-        if share > MOST:
-            warn(
-                f"{share:.0%} of the trained numbers follow the fallback rule (Adam) and are not whitened, most of "
-                f"them {', '.join(reason for reason, _ in reasons.most_common(3))}. Layers that compute what a layer "
-                f"of torch's does can be whitened: see bprong.register, and bprong.coverage(model) for each parameter"
-            )
 
     def _fallback(self) -> dict[Tensor, str]:
         """The parameters that are not whitened, with the reason."""
@@ -517,6 +481,7 @@ _OWN = (
     "_refused",
     "_rule",
     "_sharded",
+    "_takes_all",
     "_whitening",
 )
 

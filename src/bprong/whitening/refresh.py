@@ -312,13 +312,12 @@ class Whitening:
         first = {name: found for name, found in measured.items() if name in new}
         called = {name for name, found in first.items() if found.called or found.empty}
         for name in without_errors(first):
-            layer = self.layers[name]
-            if layer.backward.name in self.schedule.wanted:
-                reason = (
-                    f"no error reaches it from the output that the declared loss is computed from: {name}.weight "
-                    f"reaches your loss by another way, if at all; forward whitening only"
+            if self.layers[name].backward.name in self.schedule.wanted:
+                warn(
+                    f"layer {name!r} is trained, but whitened on the side of its inputs only: no error reaches it from "
+                    f"the output that the declared loss is computed from. It reaches your loss in another way, such as "
+                    f"a second head. Nothing needs to be done if that is intended"
                 )
-                layer.warn(layer.backward, reason)
         missed = with_gradient(self.layers[name].linear for name in first.keys() - called)
         if wrong := [name for name in missed if self.layers[name].linear.registered]:
             raise ValueError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bprong.errors import install_command
 from bprong.experiments.bench import command, worker
 from bprong.experiments.bench.command import Options, bench
 from bprong.experiments.bench.plan import FRESH_SEED, Plan
@@ -82,7 +83,7 @@ def test_a_run_ends_when_both_targets_are_reached(finished):
 def test_a_missing_a_failing_and_an_unsuitable_peer_have_rows_that_say_why(finished):
     ends = {row.method: row.end for row in rows_of(finished) if row.workload == "line" and row.stage == "none"}
     assert ends == {
-        "absent": "not run: package no_such_package is not installed (pip install 'bprong[bench]')",
+        "absent": f"not run: package no_such_package is not installed ({install_command('bench')})",
         "broken": "not run: failed: RuntimeError: this peer does not like lines",
         "bn-sgd": "not run: the network has no Batch Normalisation",
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from bprong.errors import install_command
 from bprong.experiments.bench import optimizers, peers
 from bprong.experiments.bench.search import Choice, LogUniform, Space
 from bprong.experiments.bench.training import Trainer
@@ -57,7 +58,7 @@ class Method:
     def missing(self, workload: Workload) -> str:
         """Why it cannot train a workload here; empty if it can."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
-            return f"package {self.needs} is not installed (pip install 'bprong[bench]')"
+            return f"package {self.needs} is not installed ({install_command('bench')})"
         if self.normalised and workload.normalised is None:
             return "the network has no Batch Normalisation"
         return ""

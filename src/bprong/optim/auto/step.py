@@ -57,6 +57,7 @@ class Automatic(StepRule):
         spectral: SpectralDirection | None = None,
         ranks: Ranks = ALONE,
         sums: bool = False,
+        unchecked: bool = False,
     ) -> None:
         if options.fallback_rate is not None:
             raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
@@ -74,6 +75,7 @@ class Automatic(StepRule):
         self._fallback = options.fallback()
         self._spectral = spectral
         self._ranks = ranks
+        self._unchecked = unchecked  # only a call of the loss would show its targets
         self._sums = sums  # the loss is a sum, whose scale changes with the number of targets
         if spectral is not None:
             self.early_steps = ()
@@ -117,17 +119,7 @@ class Automatic(StepRule):
         rule = self.rule
         groups = gradients.groups
         _scale_last_update_(groups, gradients.states)
-        if gradients.factor is None:
-            self._warn(
-                "gradients were multiplied by more than one factor between the backward pass and the step, as "
-                "clip_grad_value_ does; they are used as they are"
-            )
-        if self._spectral is None and any(group["momentum"] for group in groups.values()):
-            self._warn(
-                "something, such as OneCycleLR or CyclicLR, has written a momentum into the parameter groups. It is "
-                "not used here, and lr multiplies the automatic step: 1 is the step itself. Give such a scheduler "
-                "cycle_momentum=False and max_lr=1"
-            )
+        self._warn_of_unused(gradients)
         evaluates = rule.evaluates(gradients.t)
         scale = rule.scale * (gradients.factor or 1.0)
         values = {p: _penalised(p, g, groups[p], scale) for p, g in gradients.values.items()}
@@ -156,6 +148,20 @@ class Automatic(StepRule):
             loss_now = found.loss_now()
         if not rule.update_damping(found, c, loss_now - found.loss):
             self.undo_(gradients)
+
+    def _warn_of_unused(self, gradients: Gradients) -> None:
+        """Warns of what was done to gradients or groups and does not act as meant."""
+        if gradients.factor is None:
+            self._warn(
+                "gradients were multiplied by more than one factor between the backward pass and the step, as "
+                "clip_grad_value_ does; they are used as they are"
+            )
+        if self._spectral is None and any(group["momentum"] for group in gradients.groups.values()):
+            self._warn(
+                "something, such as OneCycleLR or CyclicLR, has written a momentum into the parameter groups. It is "
+                "not used here, and lr multiplies the automatic step: 1 is the step itself. Give such a scheduler "
+                "cycle_momentum=False and max_lr=1"
+            )
 
     def communicates(self, gradients: Gradients) -> bool:
         """At evaluations, at steps that may have to be undone, and at all steps if the loss is a sum.
@@ -215,6 +221,12 @@ class Automatic(StepRule):
         updates = {p: gradients.states[p][LAST] for p in self.moved}
         if not summed(any(bool(local(update).any()) for update in updates.values()), updates.values()):
             return False
+        if self._unchecked and not all(batch.given for batch in gradients.batches):
+            self._warn(
+                "the loss rose sharply, and the last update was undone. With squared errors that are declared by name "
+                "or as a function, a sum or a factor on the loss is not noticed: if your loss has one, declare the "
+                "module that you call, such as nn.MSELoss(reduction='sum')"
+            )
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}

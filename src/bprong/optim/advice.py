@@ -1,0 +1,68 @@
+"""What users are told about how they use an optimizer: errors at construction and at a step, and warnings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from bprong.errors import warn
+from bprong.whitening.refresh import SEEN_IN_PART
+
+MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
+
+
+def check_model(model: object, name: str) -> None:
+    """Raises TypeError if something other than a model was given to the optimizer of this name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
+            f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
+            f"parameters only, there are the networks of bprong.skorch"
+        )
+
+
+def not_called(model: nn.Module) -> str:
+    """The error of a step whose batch was not seen."""
+    children = model.named_children()
+    trained = [name for name, child in children if any(p.grad is not None for p in child.parameters())]
+    mode = "" if model.training else " (it is in eval mode)"
+    called = f" If your training step calls its {trained[0]!r} instead, give that." if len(trained) == 1 else ""
+    return (
+        f"there is no batch to measure: the model given to the optimizer, a {type(model).__name__}, was not "
+        f"called in training mode{mode} with gradients since the last step, or the loss was computed from "
+        f"something other than its output.{called} Give the module that you call (the compiled one, if it "
+        f"is compiled), name the output that the loss is computed from with output=, or use "
+        f"optimizer.observe(x, y); at a fixed lr optimizer.recording() does as well"
+    )
+
+
+def warn_of_fallback(parameters: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> None:
+    """Warns if most of the numbers that are trained are not whitened, apart from layers that were warned about.
+
+    reasons: why parameters are not whitened
+    """
+    trained = Counter({p: p.numel() for p in parameters if p.requires_grad})
+    counts: Counter[str] = Counter()
+    for p, reason in reasons.items():
+        counts[reason] += trained[p] if reason != SEEN_IN_PART else 0
+    share = counts.total() / max(1, trained.total())
+    if share > MOST:
+        warn(
+            f"{share:.0%} of the trained numbers follow the fallback rule (Adam) and are not whitened, most of "
+            f"them {', '.join(reason for reason, _ in counts.most_common(3))}. Layers that compute what a layer "
+            f"of torch's does can be whitened: see bprong.register, and bprong.coverage(model) for each parameter"
+        )
+
+
+def warn_of_untrained(model: nn.Module, given: Collection[Tensor]) -> bool:
+    """Warns if parameters have gradients, but the optimizer was not given them; whether it did."""
+    names = [name for name, p in model.named_parameters() if p.grad is not None and p not in given]
+    if names:
+        warn(
+            f"{', '.join(names[:3])}{' and others' * (len(names) > 3)} have gradients, but are not trained: they "
+            f"were frozen, or not there yet, when the optimizer was made. Use optimizer.add_param_group, or make "
+            f"the optimizer with params=model.parameters(). If another optimizer trains them, choose with params="
+        )
+    return bool(names)
