@@ -32,7 +32,9 @@ STYLES = {  # the methods that have a colour; all others are drawn in grey
     "muon": Style("#00866a", DASHES["dash-dot"], "P"),
     "kfac": Style("#b07a00", DASHES["long"], "h"),
     "prodigy": Style("#6a4fb3", DASHES["short"], "<"),
-    "schedule-free-default": Style("#7a4a21", DASHES["short"], ">"),
+    "schedule-free": Style("#6a4fb3", DASHES["dotted"], ">"),
+    "bn-sgd": Style("#7a4a21", DASHES["dash-dot"], "*"),
+    "bn-adamw": Style("#7a4a21", DASHES["dotted"], "+"),
 }
 Records = Sequence[Record]
 
@@ -127,7 +129,8 @@ def draw_race(axes: Axes, workload: str, runs: Mapping[str, Record], goal: Goal,
             axes.plot(x, y, markevery=max(1, math.ceil(len(x) / 6)), **how.line)
     axes.axhline(target, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
     span = max(values, default=1.0) / max(1e-12, min([*values, target]))
-    log_axis(axes, "x", 30)
+    places = [getattr(point, "step" if unit == "steps" else unit) for own in runs.values() for point in own.points]
+    log_axis(axes, "x", max(places, default=1.0) / max(1e-3, min(places, default=1.0)))
     log_axis(axes, "y", span)
     axes.set_ylim(min([*values, target], default=target) * 0.8, first * 1.3)
     _frame(axes, workload, f"{unit}{' of training' if unit == 'seconds' else ''}", f"{WORDS[goal]} loss")
