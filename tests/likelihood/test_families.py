@@ -83,9 +83,9 @@ def test_one_output_per_example_may_be_flat(model):
     ("choice", "output", "message"),
     [
         ("categorical", torch.zeros(4), "at least two classes"),
-        ("categorical", torch.zeros(4, 1), "use bernoulli"),
+        ("categorical", torch.zeros(4, 1), "declare nn.BCEWithLogitsLoss"),
         ("categorical", torch.zeros(4, 3, dtype=torch.long), "floating-point"),
-        ("categorical", torch.zeros(2, 10, 4, 4), "two or three dimensions"),
+        ("categorical", torch.zeros(2, 10, 4, 4), r"\(batch, positions, classes\)"),
         ("gaussian", torch.zeros(0, 3), "non-empty"),
         ("bernoulli", torch.tensor(1.0), "one row per target"),
     ],

@@ -146,7 +146,7 @@ def test_a_sum_of_squares_that_was_not_declared_is_named_when_it_raises_the_loss
             optimizer.step()
             losses.append(loss.item())
 
-    with pytest.warns(WhiteningWarning, match="the last update was undone.*declare the module that you call") as said:
+    with pytest.warns(WhiteningWarning, match="updates were undone.*declare the module that you call") as said:
         train_on()
     assert len(said) == 1
     assert losses[-1] < losses[0] / 2
@@ -587,7 +587,7 @@ def test_a_factor_changes_nothing_without_a_learning_rate_if_it_is_measured(name
 def test_a_factor_on_squared_errors_that_is_not_measured_does_not_diverge(factor):
     """The function of squared errors is not checked: its steps go `factor` times too far until slopes correct that."""
     run = run_with(factor, "numbers", "function", steps=60)
-    assert run.warnings == []
+    assert ["declare the module that you call" in each for each in run.warnings] == [True] * (factor > 10)
     assert max(run.losses[-10:]) < run.losses[0]
 
 

@@ -314,9 +314,9 @@ class Whitening:
         for name in without_errors(first):
             if self.layers[name].backward.name in self.schedule.wanted:
                 warn(
-                    f"layer {name!r} is trained, but whitened on the side of its inputs only: no error reaches it from "
-                    f"the output that the declared loss is computed from. It reaches your loss in another way, such as "
-                    f"a second head. Nothing needs to be done if that is intended"
+                    f"layer {name!r} is trained, but whitened on the side of its inputs only: no error reaches "
+                    f"{name}.weight from the output that the declared loss is computed from. It reaches your loss in "
+                    f"another way, such as a second head. Nothing needs to be done if that is intended"
                 )
         missed = with_gradient(self.layers[name].linear for name in first.keys() - called)
         if wrong := [name for name in missed if self.layers[name].linear.registered]:

@@ -355,5 +355,5 @@ def test_drawn_targets_depend_on_the_seed_alone_and_leave_no_trace():
 def test_an_output_that_does_not_fit_the_likelihood_is_refused():
     model = mlp(4, 1)
     found = linearized(model, rows(6, 4), directions_of(model), 0)
-    with pytest.raises(ValueError, match="use bernoulli"):
+    with pytest.raises(ValueError, match="declare nn.BCEWithLogitsLoss"):
         curvature(model, found, declared_loss("cross_entropy").likelihood, 0)

@@ -142,9 +142,11 @@ def markdown_page(summary: Summary, run: Mapping[str, Any]) -> str:
     """docs/benchmark.md."""
     parts = [f"# {TITLE}", f"`{run.get('command', 'bprong bench')}`, {machine(run)}.", HOW]
     parts += [f"*{run['cut']}*"] if run.get("cut") else []
+    first, *others = [f"![{words}](figures/bench/{name}.png)" for name, words in FIGURES.items()]
+    parts.append(first)
     for heading, lines in findings(summary).items():
         parts += [f"## {heading}", "\n".join(f"- {line}" for line in lines)]
-    parts += [f"![{words}](figures/bench/{name}.png)" for name, words in FIGURES.items()]
+    parts += others
     parts += [f"## {heading}\n\n{markdown(titles, rows)}" for heading, (titles, rows) in sections(summary).items()]
     parts += ["## How the workloads were made", "\n".join(f"- {line}" for line in MADE)]
     return "\n\n".join(parts) + "\n"

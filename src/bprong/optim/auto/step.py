@@ -30,6 +30,7 @@ from bprong.whitening.layers import Layer, Layers
 from bprong.whitening.schedule import evaluation_period, mixed
 from bprong.whitening.side import Side, SideName
 
+EARLY = 20  # steps: if several of these are undone, the loss may not be what was declared
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
 LAST_LR = "last_lr"  # and of the lr it was made at
 
@@ -75,6 +76,7 @@ class Automatic(StepRule):
         self._fallback = options.fallback()
         self._spectral = spectral
         self._ranks = ranks
+        self._undone = 0
         self._unchecked = unchecked  # only a call of the loss would show its targets
         self._sums = sums  # the loss is a sum, whose scale changes with the number of targets
         if spectral is not None:
@@ -221,11 +223,13 @@ class Automatic(StepRule):
         updates = {p: gradients.states[p][LAST] for p in self.moved}
         if not summed(any(bool(local(update).any()) for update in updates.values()), updates.values()):
             return False
-        if self._unchecked and not all(batch.given for batch in gradients.batches):
+        self._undone += 1
+        seen = all(batch.given for batch in gradients.batches)
+        if self._unchecked and not seen and self._undone > 1 and gradients.t < EARLY:
             self._warn(
-                "the loss rose sharply, and the last update was undone. With squared errors that are declared by name "
-                "or as a function, a sum or a factor on the loss is not noticed: if your loss has one, declare the "
-                "module that you call, such as nn.MSELoss(reduction='sum')"
+                "the loss rose sharply, and updates were undone. With squared errors that are declared by name or as a "
+                "function, a sum or a factor on the loss is not noticed: if your loss has one, declare the module that "
+                "you call, such as nn.MSELoss(reduction='sum')"
             )
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
