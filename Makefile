@@ -13,7 +13,7 @@ DOCS_STAMP := $(DOCS)/.installed
 
 # Pairs of Python and torch: the lowest that are declared, and the newest. torch comes from the package index, which may
 # be a CUDA build of some gigabytes. The tests are those of what depends on torch's own code most.
-MATRIX       ?= 3.10:2.6.0 3.13:newest
+MATRIX       ?= 3.10:2.6.0 3.12:newest 3.13:newest
 MATRIX_TESTS := tests/optim/test_optimizer.py tests/optim/test_contract.py tests/optim/test_checkpoint.py \
 	tests/optim/test_spectral.py tests/optim/auto tests/capture/test_calls.py tests/network/test_rewhitening.py \
 	tests/network/test_convert.py tests/faults/test_threads_and_tracing.py
