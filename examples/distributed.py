@@ -65,6 +65,7 @@ def main() -> None:
         loss = criterion(model(x), y)
     if rank == 0:
         print(f"{size} processes, {options.steps} steps: loss {float(loss):.6f}")
+    dist.barrier()  # a process whose peers are gone may abort while it closes its connections
     dist.destroy_process_group()
 
 
