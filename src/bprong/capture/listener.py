@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bprong.capture.own_pass import is_own_pass
+from bprong.interrupts import Uninterrupted
 
 if TYPE_CHECKING:
     from bprong.capture.passes import Batches
@@ -45,6 +46,8 @@ class Listener:
             handles.append(loss.register_forward_hook(self.after_loss, with_kwargs=True))
         for handle in handles:
             weakref.finalize(owner, handle.remove)
+        Guard.put_on(owner.model, self)
+        weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model))
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
         return Listener, ()
@@ -58,17 +61,19 @@ class Listener:
         # A model that calls itself is called once.
         starts = training and not self._running and not is_own_pass() and not _is_transformed()
         owner = self.owner() if starts else None
-        self._running.append(None if owner is None else owner.begin(args, kwargs))
+        with Uninterrupted():
+            self._running.append(None if owner is None else owner.begin(args, kwargs))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         # torch.jit.script, which shows these lines, cannot compile the hooks of an optimizer. Use torch.export.export
         # or torch.jit.trace (Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting.
         if torch.compiler.is_compiling() or not self._running:
             return
-        begun = self._running.pop()
-        owner = self.owner()
-        if begun is not None and owner is not None:
-            owner.finish(begun, returned)
+        with Uninterrupted():
+            begun = self._running.pop()
+            owner = self.owner()
+            if begun is not None and owner is not None:
+                owner.finish(begun, returned)
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         owner = None if torch.compiler.is_compiling() or is_own_pass() else self.owner()
@@ -76,11 +81,55 @@ class Listener:
         if owner is not None and isinstance(y, Tensor) and isinstance(value, Tensor) and value.requires_grad:
             owner.after_loss(value, y)
 
+    def abandon(self, depth: int) -> None:
+        """Ends the calls beyond this depth, which have neither returned nor raised an Exception."""
+        while len(self._running) > depth:
+            begun = self._running.pop()
+            if begun is not None:
+                begun.recording.close()
+
+    @property
+    def depth(self) -> int:
+        """How many calls of the model are running in this thread, one inside of the other."""
+        return len(self._running)
+
     @property
     def _running(self) -> list[Any]:
         """The calls of the model that are running in this thread."""
         running: list[Any] = self._thread.__dict__.setdefault("running", [])
         return running
+
+
+class Guard:
+    """The call of a model, which ends what hooks began even if it is interrupted.
+
+    torch calls `Listener.after` when the model returns or raises an Exception; KeyboardInterrupt is none. The guard
+    stands where torch keeps the call of a module that is compiled in place, which copies and pickles leave out.
+    """
+
+    def __init__(self, listener: Listener, module: nn.Module) -> None:
+        self.compiled = module._compiled_call_impl
+        self._listener = listener
+        self._module = weakref.ref(module)  # not a cycle, so that an unused model is freed at once
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        depth = self._listener.depth
+        try:
+            return (self.compiled or self._module()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
+        except BaseException:
+            self._listener.abandon(depth)
+            raise
+
+    @classmethod
+    def put_on(cls, module: nn.Module, listener: Listener) -> None:
+        cls.take_off(weakref.ref(module))
+        module._compiled_call_impl = cls(listener, module)
+
+    @classmethod
+    def take_off(cls, module: weakref.ref[nn.Module]) -> None:
+        guarded = module()
+        if guarded is not None and isinstance(guarded._compiled_call_impl, Guard):
+            guarded._compiled_call_impl = guarded._compiled_call_impl.compiled
 
 
 def _is_exporting() -> bool:

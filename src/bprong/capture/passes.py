@@ -24,11 +24,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from bprong.capture.batches import Batch, OutputGradient, examples
 from bprong.capture.calls import Calls, nodes_behind, recorded_calls
-from bprong.capture.listener import Listener
+from bprong.capture.listener import Guard, Listener
 from bprong.capture.measure import LayerMoments, gathered
 from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
+from bprong.interrupts import Uninterrupted
 from bprong.likelihood.loss import Loss
 from bprong.sharding import is_sharded, leaves, local
 
@@ -181,9 +182,7 @@ class Batches:
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         arguments = Arguments(args, kwargs, autocast)
         begun = Pass(arguments, _versions(arguments), ExitStack())
-        if self._leaves or any(
-            hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in self.model.modules()
-        ):
+        if self._leaves or any(map(_is_compiled, self.model.modules())):
             # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
             # gradients, and gather parameters as often as this rank's batch asks for.
             begun.calls = Calls(weights, formulas=False)
@@ -331,6 +330,12 @@ class Batches:
         return OutputGradient(laid_out(parts, class_dim), laid_out(gradients, class_dim), class_dim)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    call = module._compiled_call_impl
+    in_place = call.compiled if isinstance(call, Guard) else call
+    return hasattr(module, "_orig_mod") or in_place is not None
+
+
 def _anything_is_compiled() -> bool:
     """Whether torch.compile was ever used in this process."""
     dynamo = sys.modules.get("torch._dynamo")
@@ -341,7 +346,8 @@ def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient
     """A hook on a part of the output. It does nothing within a pass of our own over the same graph."""
     batches = owner()
     if batches is not None and gradient is not None and not is_own_pass():
-        batches.arrive(begun, part, gradient)
+        with Uninterrupted():
+            batches.arrive(begun, part, gradient)
 
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
 from bprong.distributed import Ranks
 from bprong.errors import LinAlgError, WhiteningError
+from bprong.interrupts import Uninterrupted
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
@@ -134,6 +135,10 @@ class Rewhitening:
 
         An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
         """
+        with Uninterrupted():
+            return self._step(x, y)
+
+    def _step(self, x: Any, y: Tensor | None) -> list[Refresh]:
         refreshed: list[Refresh] = []
         if self._mu and self._ranks.size > 1:
             raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')

@@ -25,6 +25,7 @@ from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapped
 from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
+from bprong.interrupts import Uninterrupted
 from bprong.likelihood.families import Gaussian
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM, Limits
@@ -247,6 +248,12 @@ class BPRONG(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with Uninterrupted():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """One step, which an interrupt cannot leave half made."""
         if self._processes is None:
             unwrapped(self._model, self._sharded)  # it may have been sharded since the optimizer was made
         if self._sharded:
@@ -258,12 +265,12 @@ class BPRONG(Optimizer):
                 for p in gradients.values:
                     self.state[p].setdefault(KEY, {})  # where distributed checkpoints expect something to be loaded
             self._forget()
-            return loss
+            return
         self._check_processes()
         gradients = self._with_batches_of_all(gradients)
         if self._rule.undo_if_blown_up_(gradients) or (self._rule.reads_every_batch and not gradients.any_batch):
             self._forget()
-            return loss
+            return
         start = time.perf_counter()
         if self._started is None:
             self._started = start - sum(self._whitening.seconds.values())  # measured in the first backward pass
@@ -281,7 +288,6 @@ class BPRONG(Optimizer):
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
         self._forget()
-        return loss
 
     def _gradients(self) -> Gradients:
         groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}

@@ -1,0 +1,52 @@
+"""Ctrl-C between two steps, and never in the middle of one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_MAIN = threading.main_thread()
+
+
+class Uninterrupted:
+    """Delays an interrupt (SIGINT: Ctrl-C, a notebook's stop button) until the context ends.
+
+    A step changes statistics, factors and parameters one after the other; an interrupt between them would leave some of
+    them from this step and some from the last. A second interrupt is not delayed, because a model that is run in here
+    may hang. Only the main thread is ever interrupted, and only a handler in Python can be delayed.
+
+    >>> with Uninterrupted() as delayed:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     delayed.is_pending
+    Traceback (most recent call last):
+    KeyboardInterrupt
+    """
+
+    def __init__(self) -> None:
+        self.is_pending = False
+        self._handler: Any = None  # that was in force; None: nothing is delayed
+
+    def __enter__(self) -> Uninterrupted:
+        if threading.current_thread() is _MAIN:
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler) and not isinstance(getattr(handler, "__self__", None), Uninterrupted):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._delay)
+        return self
+
+    def _delay(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_pending:
+            signal.signal(signal.SIGINT, self._handler)
+            self._handler(signum, frame)
+        self.is_pending = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is None:
+            return
+        handler = self._handler
+        self._handler = None
+        signal.signal(signal.SIGINT, handler)
+        if self.is_pending:
+            handler(signal.SIGINT, None)
