@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
-from bprong.interrupts import Uninterrupted
+from bprong.contexts import Uninterrupted
 from helpers import assert_unchanged, classification, mlp, snapshot
 from training import whitened
 

@@ -7,7 +7,7 @@ import torch
 
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.factors import Dense, LowRank
-from bprong.linalg.orthogonal import QUINTIC, STEPS, Whitened, polynomial, whitened_msgn
+from bprong.linalg.orthogonal import QUINTIC, STEPS, Metric, WhitenedMsgn, polynomial
 from helpers import assert_close
 
 LEAST = 0.003  # the smallest singular value that comes to between
@@ -54,34 +54,40 @@ def test_matrices_of_many_shapes_at_once():
     torch.manual_seed(0)
     shapes = [(4, 6), (6, 4), (4, 6), (5, 5), (4, 6), (6, 4), (1, 3), (3, 1), (1, 1), (130, 140), (130, 140)]
     matrices = []
+    metrics = []
     expected = []
     for rows, columns in shapes:
         M, P, Q = torch.randn(rows, columns, dtype=torch.float64), positive(rows), positive(columns)
-        matrices.append(Whitened(M, Dense(P, Blocks(rows)), Dense(Q, Blocks(columns))))
+        matrices.append(M)
+        metrics.append(Metric(Dense(P, Blocks(rows)), Dense(Q, Blocks(columns))))
         expected.append(by_definition(M, P, Q))
     M, P, Q = torch.randn(3, 4, 6, dtype=torch.float64), positive(4, 3), positive(6, 3)
-    matrices.append(Whitened(M, Dense(P, Blocks(4, groups=3)), Dense(Q, Blocks(6, groups=3))))
+    matrices.append(M)
+    metrics.append(Metric(Dense(P, Blocks(4, groups=3)), Dense(Q, Blocks(6, groups=3))))
     expected.append(torch.stack([by_definition(*each) for each in zip(M, P, Q, strict=True)]))
     B = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64))[0] * 0.5
     M = torch.randn(4, 6, dtype=torch.float64)
-    matrices += [Whitened(M, None, LowRank(B, 2.0)), Whitened(M), Whitened(M, None, matrices[0].right)]
+    matrices += [M, M, M]
+    metrics += [Metric(None, LowRank(B, 2.0)), Metric(), Metric(None, metrics[0].right)]
     eye = torch.eye(6, dtype=torch.float64)
-    Qs = [eye / 2 - B @ B.T, eye, matrices[0].right.inverse]
+    Qs = [eye / 2 - B @ B.T, eye, metrics[0].right.inverse]
     expected += [by_definition(M, torch.eye(4, dtype=torch.float64), Q) for Q in Qs]
     order = torch.randperm(len(matrices)).tolist()
-    for i, found in zip(order, whitened_msgn([matrices[i] for i in order]), strict=True):
-        assert_close(found, expected[i], 1e-10, f"matrix {i}, {tuple(matrices[i].M.shape)}")
+    shuffled = [matrices[i] for i in order]
+    msgn = WhitenedMsgn(shuffled, [metrics[i] for i in order])
+    for i, found in zip(order, msgn(shuffled), strict=True):
+        assert_close(found, expected[i], 1e-10, f"matrix {i}, {tuple(matrices[i].shape)}")
 
 
 def test_nothing_is_asked_of_it():
-    assert whitened_msgn([]) == []
+    assert WhitenedMsgn([], [])([]) == []
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (7, 5)])
 def test_it_has_the_singular_vectors_of_the_whitened_matrix(shape):
     torch.manual_seed(0)
     M = torch.randn(shape, dtype=torch.float64)
-    (found,) = whitened_msgn([Whitened(M)])
+    (found,) = WhitenedMsgn([M], [Metric()])([M])
     left, _, right = torch.linalg.svd(M, full_matrices=False)
     inside = left.T @ found @ right.T
     assert_close(inside, torch.diag(inside.diagonal()), 1e-12)

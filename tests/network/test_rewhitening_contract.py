@@ -12,7 +12,7 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrix_of
 from bprong.distributed import Ranks
-from bprong.whitening.layers import Layer
+from bprong.whitening.layer import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
 from training import whitened

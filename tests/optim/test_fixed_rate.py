@@ -236,3 +236,85 @@ def test_a_bias_that_is_frozen_for_a_while_follows_the_papers_network():
         assert (optimizer._whitening.layers["0"].c is None) == (4 <= t < 8)
         assert_close(plain[0].weight, layer.weight, 1e-9, f"weight at {t}")
         assert_close(plain[0].bias, layer.bias, 1e-9, f"bias at {t}")
+
+
+def length_in_the_fisher_metric(model, start, x):
+    """Of the change of one gaussian layer: the root mean square change of its outputs."""
+    change = x @ (model[0].weight - start["0.weight"]).T + model[0].bias - start["0.bias"]
+    return float(change.square().sum(-1).mean().sqrt().detach())
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 30.0])
+def test_the_bound_holds_if_biases_have_another_rate(ratio):
+    """The centre couples weight and bias: ΔW moves b by −ΔW c, at the rate of W."""
+    x = 5 + classification(60, 5, 3)[0]
+    y = 10 * x[:, :3]
+    model = mlp(5, 3)
+    start = snapshot(model)
+    groups = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 50.0 * ratio}]
+    options = {"forward_damping": 1e-12, "backward_damping": 1e-12, "options": EXACT}
+    optimizer = bprong.BPRONG(model, "gaussian", lr=50.0, params=groups, **options)
+    ((model(x) - y) ** 2 / 2).sum(-1).mean().backward()
+    optimizer.step()
+    assert length_in_the_fisher_metric(model, start, x) == pytest.approx(0.1, rel=1e-6)
+
+
+def by_hand(optimizer):
+    optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def by_plateau(optimizer):
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for _ in range(3):
+        scheduler.step(1.0)
+
+
+@pytest.mark.parametrize("lower", [by_hand, by_plateau])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_rate_that_is_lowered_lowers_bounded_steps(lower, resumed):
+    x = classification(60, 5, 3)[0]
+    y = 100 * x[:, :3]
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, "gaussian", lr=50.0, options=EXACT)
+
+    def length():
+        start = snapshot(model)
+        train(model, optimizer, [(x, y)], loss=lambda a, y: ((a - y) ** 2 / 2).sum(-1).mean())
+        return length_in_the_fisher_metric(model, start, x)
+
+    before = length()
+    if resumed:
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer = bprong.BPRONG(model, "gaussian", lr=50.0, options=EXACT)
+        optimizer.load_state_dict(state)
+    lower(optimizer)
+    assert length() == pytest.approx(before * optimizer.param_groups[0]["lr"] / 50, rel=0.05)
+
+
+def test_the_bound_keeps_adams_part_of_a_step_at_any_rate():
+    """Parameters that are not whitened move as far at lr=1000 as at lr=10."""
+    x, y = classification(60, 5, 3)
+    moved = []
+    for lr in (10.0, 1000.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4, dtype=torch.float64), nn.LayerNorm(4, dtype=torch.float64), mlp(4, 3))
+        train(model, bprong.BPRONG(model, "cross_entropy", lr=lr, options=EXACT), [(x, y)])
+        moved.append(float((model[1].weight - 1).abs().max().detach()))
+    assert moved[0] < 0.5
+    assert moved[1] == pytest.approx(moved[0], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::bprong.WhiteningWarning")  # most numbers are not whitened
+def test_large_complex_parameters_follow_adam():
+    """The square of a complex number is no size."""
+    model = mlp(5, 3)
+    model.filter = nn.Parameter(torch.randn(200, 100, dtype=torch.complex128))
+    x, y = classification(60, 5, 3)
+    start = model.filter.detach().clone()
+    for max_step in (0.1, None):
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, max_step=max_step, options=EXACT)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + model.filter.abs().square().mean()).backward()
+            optimizer.step()
+    assert not torch.equal(model.filter, start)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bprong
 from bprong.errors import WhiteningWarning
-from bprong.whitening.layers import PATIENCE
+from bprong.whitening.layer import PATIENCE
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import EXACT, assert_same_path, batches, default_backend, literal, path, train
 

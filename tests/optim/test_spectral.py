@@ -11,7 +11,7 @@ from torch import nn
 import bprong
 from bprong.errors import WhiteningWarning
 from bprong.linalg.factors import Dense
-from bprong.linalg.orthogonal import Whitened, whitened_msgn
+from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import RMS, SpectralDirection
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
@@ -344,10 +344,10 @@ def test_the_state_of_the_other_step_is_refused(lr, step):
 def test_a_direction_does_not_depend_on_the_size_of_the_gradient(size, shape):
     """Squares of these overflow or vanish in float32."""
     M = torch.randn(shape, dtype=torch.float32)
-    (expected,) = whitened_msgn([Whitened(M)])
-    (found,) = whitened_msgn([Whitened(M * size)])
+    (expected,) = WhitenedMsgn([M], [Metric()])([M])
+    (found,) = WhitenedMsgn([M * size], [Metric()])([M * size])
     assert_close(found, expected, 1e-4)
-    assert not whitened_msgn([Whitened(0 * M)])[0].any()
+    assert not WhitenedMsgn([0 * M], [Metric()])([0 * M])[0].any()
 
 
 def test_large_gradients_are_survived():

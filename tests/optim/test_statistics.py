@@ -11,7 +11,7 @@ from torch import nn
 
 import bprong
 from bprong.errors import WhiteningWarning
-from bprong.whitening.layers import PATIENCE
+from bprong.whitening.layer import PATIENCE
 from helpers import Woken, assert_close, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, literal, train
 

@@ -12,9 +12,12 @@ from bprong.capture.measure import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.damped_inverse import Damping, inverse
-from bprong.whitening import layers as layers_module
-from bprong.whitening.layers import PATIENCE, Layer, Layers
+from bprong.linalg.factors import centred
+from bprong.whitening import stacks as stacks_module
+from bprong.whitening.layer import PATIENCE, Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import update
+from bprong.whitening.stacks import Stack
 from helpers import assert_close, error_moments, input_moments, mlp, snapshot
 
 f64 = torch.float64
@@ -41,6 +44,11 @@ def whiten(layer, seed=0, centre=True):
     return z.mean, z.second + 0.1 * eye, delta.second + 0.03 * other
 
 
+def direction_of(layer, gradients):
+    """Of one layer alone."""
+    return Stack([layer]).directions(gradients)[layer]
+
+
 def gradients_of(layer, left_out=None):
     return {p: torch.randn_like(p) for p in layer.parameters if p is not left_out}
 
@@ -58,10 +66,10 @@ def test_the_step_is_the_formula_of_the_paper_in_ordinary_coordinates():
     delta_W = -torch.linalg.inv(D) @ (g_W - torch.outer(g_b, c)) @ torch.linalg.inv(Z)
     delta_b = -torch.linalg.inv(D) @ g_b - delta_W @ c
     steps = {}
-    layer.write(*layer.direction(gradients), steps)
+    layer.write(*direction_of(layer, gradients), steps)
     assert_close(steps[layer.weight], -delta_W, 1e-12)
     assert_close(steps[layer.bias], -delta_b, 1e-12)
-    assert_close(layer.centred(g_W, g_b), g_W - torch.outer(g_b, c), 1e-15)
+    assert_close(centred(g_W, g_b, layer.c), g_W - torch.outer(g_b, c), 1e-15)
 
 
 def test_gradients_are_not_changed():
@@ -69,7 +77,7 @@ def test_gradients_are_not_changed():
     whiten(layer)
     gradients = gradients_of(layer)
     before = {p: g.clone() for p, g in gradients.items()}
-    layer.direction(gradients)
+    direction_of(layer, gradients)
     assert all(torch.equal(g, before[p]) for p, g in gradients.items())
 
 
@@ -78,11 +86,11 @@ def test_a_parameter_without_a_gradient_does_not_move_by_itself(centre):
     layer = layer_of()
     _, Z, D = whiten(layer, centre=centre)
     gradients = gradients_of(layer, layer.bias)
-    d_W, d_b = layer.direction(gradients)
+    d_W, d_b = direction_of(layer, gradients)
     assert d_b is None
     assert_close(d_W, torch.linalg.inv(D) @ gradients[layer.weight] @ torch.linalg.inv(Z), 1e-12)
     gradients = gradients_of(layer, layer.weight)
-    d_W, d_b = layer.direction(gradients)
+    d_W, d_b = direction_of(layer, gradients)
     assert d_W is None
     assert_close(d_b, torch.linalg.inv(D) @ gradients[layer.bias], 1e-12)
 
@@ -90,7 +98,7 @@ def test_a_parameter_without_a_gradient_does_not_move_by_itself(centre):
 def test_a_layer_that_was_never_refreshed_follows_its_gradient():
     layer = layer_of()
     gradients = gradients_of(layer)
-    d_W, d_b = layer.direction(gradients)
+    d_W, d_b = direction_of(layer, gradients)
     assert torch.equal(d_W, gradients[layer.weight])
     assert torch.equal(d_b, gradients[layer.bias])
 
@@ -101,7 +109,7 @@ def test_a_layer_with_one_side_is_whitened_forward_only():
     assert [side.name for side in layer.sides] == ["forward"]
     assert layer.backward.factor is None
     gradients = gradients_of(layer)
-    d_W, d_b = layer.direction(gradients)
+    d_W, d_b = direction_of(layer, gradients)
     centred = gradients[layer.weight] - torch.outer(gradients[layer.bias], c)
     assert_close(d_W, centred @ torch.linalg.inv(Z), 1e-12)
     assert torch.equal(d_b, gradients[layer.bias])
@@ -110,7 +118,7 @@ def test_a_layer_with_one_side_is_whitened_forward_only():
 def test_gradients_in_bfloat16_are_preconditioned_in_float32():
     layer = Layer(weight_matrices_of("0", nn.Linear(5, 3, dtype=torch.bfloat16))[0])
     whiten(layer)
-    d_W, d_b = layer.direction(gradients_of(layer))
+    d_W, d_b = direction_of(layer, gradients_of(layer))
     assert layer.forward.factor.dtype is d_W.dtype is d_b.dtype is torch.float32
 
 
@@ -164,7 +172,7 @@ def test_the_state_restores_the_directions():
     other.load_state_dict(layer.state_dict())
     gradients = gradients_of(layer)
     copied = dict(zip(other.parameters, gradients.values(), strict=True))
-    for ours, expected in zip(other.direction(copied), layer.direction(gradients), strict=True):
+    for ours, expected in zip(direction_of(other, copied), direction_of(layer, gradients), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -206,7 +214,7 @@ def test_grouped_layers_move_as_they_would_alone(method, momentum, monkeypatch):
     first = method(together, "cross_entropy", lr=0.05, momentum=momentum, every=3)
     train(together, first, 10)
     assert stored_together(first._whitening.layers) == [["0", "2", "4", "6"]], "four layers of 6 × 6"
-    monkeypatch.setattr(layers_module, "GROUPED_UP_TO", 0)
+    monkeypatch.setattr(stacks_module, "GROUPED_UP_TO", 0)
     second = method(alone, "cross_entropy", lr=0.05, momentum=momentum, every=3)
     train(alone, second, 10)
     assert not stored_together(second._whitening.layers)
@@ -221,7 +229,7 @@ def test_directions_of_a_group_are_those_of_its_layers(bias, backward):
     for i, layer in enumerate(made):
         whiten(layer, seed=10 * i, centre=bias)
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
-    expected = {layer: layer.direction(gradients) for layer in made}
+    expected = {layer: direction_of(layer, gradients) for layer in made}
     layers = Layers(made)
     found = layers.directions(gradients)
     assert stored_together(layers)
@@ -240,7 +248,7 @@ def test_only_layers_with_the_same_factors_form_a_group():
     for i, layer in enumerate(made[:3]):
         whiten(layer, seed=10 * i, centre=i < 2)
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
-    expected = {layer: layer.direction(gradients) for layer in made}
+    expected = {layer: direction_of(layer, gradients) for layer in made}
     layers = Layers(made)
     found = layers.directions(gradients)
     assert stored_together(layers) == [["0", "1"]]
@@ -257,7 +265,7 @@ def test_a_group_is_formed_anew_when_a_factor_has_changed():
     layers.directions(gradients)
     whiten(made[1], seed=50)
     layers.changed()
-    assert_close(layers.directions(gradients)[made[1]][0], made[1].direction(gradients)[0], 1e-13)
+    assert_close(layers.directions(gradients)[made[1]][0], direction_of(made[1], gradients)[0], 1e-13)
 
 
 def test_a_layer_of_a_group_without_a_gradient_does_not_stop_the_others():

@@ -14,7 +14,8 @@ from bprong.capture.measure import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.damped_inverse import Damping, Root
-from bprong.whitening.layers import PATIENCE, Layer, Layers
+from bprong.whitening.layer import PATIENCE, Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Schedule, Settings
 from helpers import Idle, assert_close, assert_unchanged, classification, error_moments, input_moments, snapshot

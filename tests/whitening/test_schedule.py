@@ -11,7 +11,8 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.factors import Dense
-from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import (
     LONGEST_INTERVAL,
     SHORTEST_PERIOD,

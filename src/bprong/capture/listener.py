@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bprong.capture.own_pass import is_own_pass
-from bprong.interrupts import Uninterrupted
+from bprong.contexts import Uninterrupted
 
 if TYPE_CHECKING:
     from bprong.capture.passes import Batches
@@ -24,13 +24,13 @@ class Listener:
     """Hooks on a model and on its loss that report training calls to their owner, as long as that lives.
 
     owner:     returns it; None for the copy in a copied or unpickled model, which has none yet
-    wanted:    whether the arguments of calls inside torch.compile are kept
+    wanted:    whether training calls are reported
     compiled:  these, as a linked list, since torch.compile would compile again for each length of a Python list
     """
 
     def __init__(self, owner: Batches | None = None) -> None:
         self.owner = (lambda: None) if owner is None else weakref.ref(owner)
-        self.wanted = owner is not None
+        self.wanted = False
         self.compiled: Any = None
         self._thread = threading.local()
         if owner is None:
@@ -46,16 +46,29 @@ class Listener:
             handles.append(loss.register_forward_hook(self.after_loss, with_kwargs=True))
         for handle in handles:
             weakref.finalize(owner, handle.remove)
-        Guard.put_on(owner.model, self)
         weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model))
+        self.listen(True)
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
         return Listener, ()
 
+    def listen(self, wanted: bool) -> None:
+        """Whether the calls from now on are reported. If not, a hook costs no more than the test of a flag."""
+        owner = self.owner()
+        if wanted == self.wanted or owner is None:
+            return
+        self.wanted = wanted
+        if wanted:
+            Guard.put_on(owner.model, self)
+        else:
+            Guard.take_off(weakref.ref(owner.model))
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.wanted:
+            return
         training = module.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            if self.wanted and training and not _is_exporting():
+            if training and not _is_exporting():
                 self.compiled = ((args, kwargs), self.compiled)
             return
         # A model that calls itself is called once.
@@ -67,7 +80,7 @@ class Listener:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         # torch.jit.script, which shows these lines, cannot compile the hooks of an optimizer. Use torch.export.export
         # or torch.jit.trace (Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting.
-        if torch.compiler.is_compiling() or not self._running:
+        if not self.wanted or torch.compiler.is_compiling() or not self._running:
             return
         with Uninterrupted():
             begun = self._running.pop()
@@ -76,7 +89,9 @@ class Listener:
                 owner.finish(begun, returned)
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        owner = None if torch.compiler.is_compiling() or is_own_pass() else self.owner()
+        if not self.wanted or torch.compiler.is_compiling() or is_own_pass():
+            return
+        owner = self.owner()
         y = kwargs.get("target", args[-1] if args else None)
         if owner is not None and isinstance(y, Tensor) and isinstance(value, Tensor) and value.requires_grad:
             owner.after_loss(value, y)

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,12 +51,6 @@ def own_pass() -> Iterator[None]:
             yield
         finally:
             _THREAD.own -= 1
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Entering a context takes longer than finding out whether it is needed."""
-    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 @contextmanager

@@ -24,12 +24,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from bprong.capture.batches import Batch, OutputGradient, examples
 from bprong.capture.calls import Calls, nodes_behind, recorded_calls
+from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
 from bprong.capture.measure import LayerMoments, gathered
 from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
-from bprong.interrupts import Uninterrupted
+from bprong.contexts import Uninterrupted
 from bprong.likelihood.loss import Loss
 from bprong.sharding import is_sharded, leaves, local
 
@@ -86,6 +87,7 @@ class Batches:
     reads:     whether the gradients at outputs are read even if nothing is measured
     keeps:     whether the arguments of calls are kept until the step
     observed:  the batches given by `observe`, which are measured instead of the calls
+    scale:     compares gradients at the end of backward passes with those at the step
 
     Copies and pickles contain no batches and put hooks of their own on their model.
     """
@@ -107,6 +109,7 @@ class Batches:
         self.keeps = keeps
         self.observed: list[Batch] = []
         self.reached: list[Pass] = []
+        self.scale = GradientScale()
         self.unread: str | None = None  # why no output was found in what the model returned
         self._leaves = leaves(model) if is_sharded(model) else []
         self._loss_is_inside = True  # until a call shows otherwise
@@ -266,6 +269,8 @@ class Batches:
         if begun not in self.reached:
             self.reached.append(begun)
             begun.gradients = {}
+        if accumulates:
+            self.scale.expect(list(self.model.parameters()))
         first = begun.task != task
         begun.task = task
         begun.accumulated = accumulates

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -61,6 +61,12 @@ class WeightMatrix:
     @property
     def is_trained(self) -> bool:
         return any(p is not None and p.requires_grad for p in (self.weight, self.bias))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the weight itself is the matrix (out, in), and the bias the vector."""
+        whole = self.rows is None and self.bias_rows is None and self.weight.ndim == 2
+        return whole and not (self.transposed or self.computed or self.inputs.groups > 1)
 
     @property
     def shape(self) -> Sequence[int]:

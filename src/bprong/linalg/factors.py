@@ -186,6 +186,34 @@ class Elsewhere(Factor):
         return f"on rank {self.owner},"
 
 
+def precondition(
+    left: Factor | None, right: Factor | None, c: Tensor | None, g_W: Tensor | None, g_b: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
+
+    left: RᵀR; right: UᵀU; None: the identity, or nothing centred
+
+    The bias moves by the second minus the first times c. They are kept apart because weight and bias may have learning
+    rates of their own.
+    """
+    if left is not None:
+        g_W = g_W if g_W is None else left.left(g_W)
+        g_b = g_b if g_b is None else left.left(g_b)
+    if g_W is None or right is None:
+        return g_W, g_b
+    scratch = None if left is None else g_W  # what may be overwritten: not the user's own gradient
+    return right.right(centred(g_W, g_b, c, scratch), overwrite=scratch is not None), g_b
+
+
+def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """g_W − g_b cᵀ = E[δ (z−c)ᵀ], block by block if there is a leading dimension; `out` may be g_W."""
+    if g_b is None or c is None:
+        return g_W
+    if g_W.ndim == 2:
+        return torch.addr(g_W, g_b, c, alpha=-1, out=out)
+    return torch.baddbmm(g_W, g_b.unsqueeze(-1), c.unsqueeze(-2), alpha=-1, out=out)
+
+
 def is_single_block(factor: Factor) -> bool:
     """Whether a factor is one dense matrix, so that it can be stacked with others."""
     return isinstance(factor, Dense) and not factor.blocks.lead and factor.blocks.positions == 1

@@ -14,8 +14,8 @@ which takes products of small square matrices, one product with the larger facto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,87 +40,87 @@ def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
     return p if steps == 1 else polynomial(p @ (A @ p), steps - 1) @ p  # A of the next step is that of p X
 
 
-@dataclass(frozen=True)
-class Whitened:
-    """A matrix M (out, in), or (groups, out, in), between the factors of its sides; None: the identity.
+class Metric(NamedTuple):
+    """The factors of the two sides of a matrix; None: the identity.
 
     left:  P = RᵀR of the outputs
     right: Q = UᵀU of the inputs
     """
 
-    M: Tensor
     left: Factor | None = None
     right: Factor | None = None
 
-    @property
-    def is_tall(self) -> bool:
-        """Whether it has more outputs than inputs."""
-        return self.M.shape[-2] > self.M.shape[-1]
 
+class WhitenedMsgn:
+    """Rᵀ msgn(R M Uᵀ) U of matrices M (out, in), or (groups, out, in); those of one shape share their products.
 
-def whitened_msgn(matrices: Sequence[Whitened]) -> list[Tensor]:
-    """Rᵀ msgn(R M Uᵀ) U of each matrix; matrices of one shape share their products.
+    matrices: of the shapes that it is called with
+    metrics:  of each of them
 
     >>> M = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -4.0]], dtype=torch.float64)
-    >>> whitened_msgn([Whitened(M)])[0]
+    >>> WhitenedMsgn([M], [Metric()])([M])[0]
     tensor([[ 0.7229,  0.0000,  0.0000],
             [ 0.0000,  0.0000, -1.1192]], dtype=torch.float64)
     """
-    places = _equal(map(_shape, matrices))
-    stacks = [_Stack.of([matrices[i] for i in same]) for same in places]
-    products = [stack.M if stack.Q is None else stack.Q.right(stack.M) for stack in stacks]  # M Q
-    grams = [stack.between(product @ stack.M.mT) for stack, product in zip(stacks, products, strict=True)]
-    smallest = torch.finfo(torch.float32).tiny  # M may be zero, and then stays so
-    traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=smallest) for A in grams]
-    polynomials = _polynomials([A / t for A, t in zip(grams, traces, strict=True)])
-    found: dict[int, Tensor] = {}
-    for same, stack, product, t, p in zip(places, stacks, products, traces, polynomials, strict=True):
-        msgn = stack.between(p) @ (product * t.rsqrt())
-        msgn = msgn.mT if stack.is_tall else msgn
-        found |= dict(zip(same, msgn if stack.is_stacked else [msgn], strict=True))
-    return [found[i] for i in range(len(matrices))]
+
+    def __init__(self, matrices: Sequence[Tensor], metrics: Sequence[Metric]) -> None:
+        shapes = [_shape(M, metric) for M, metric in zip(matrices, metrics, strict=True)]
+        self._stacks = [_Stack([metrics[i] for i in places], places, matrices[places[0]]) for places in _equal(shapes)]
+
+    def __call__(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        stacks = self._stacks
+        joined = [stack.joined(matrices) for stack in stacks]
+        products = [M if stack.Q is None else stack.Q.right(M) for stack, M in zip(stacks, joined, strict=True)]  # M Q
+        grams = [stack.between(product @ M.mT) for stack, M, product in zip(stacks, joined, products, strict=True)]
+        smallest = torch.finfo(torch.float32).tiny  # M may be zero, and then stays so
+        traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=smallest) for A in grams]
+        polynomials = _polynomials([A / t for A, t in zip(grams, traces, strict=True)])
+        results: list[Tensor] = list(matrices)
+        for stack, product, t, p in zip(stacks, products, traces, polynomials, strict=True):
+            msgn = stack.between(p) @ (product * t.rsqrt())
+            msgn = msgn.mT if stack.is_tall else msgn
+            for place, result in zip(stack.places, msgn if len(stack.places) > 1 else [msgn], strict=True):
+                results[place] = result
+        return results
 
 
-@dataclass(frozen=True)
 class _Stack:
     """Matrices of one shape as one, none of which has more rows than columns: tall ones are transposed.
 
-    M: (n, rows, columns), or a single matrix; each is divided by its largest entry, so that squares stay ordinary
-    S: the symmetric root of the factor of the rows
-    Q: the factor of the columns
+    places:  of these matrices among all
+    S:       the symmetric root of the factor of the rows
+    Q:       the factor of the columns
     """
 
-    M: Tensor
-    S: Factor | None
-    Q: Factor | None
-    is_tall: bool
-    is_stacked: bool
+    def __init__(self, metrics: Sequence[Metric], places: Sequence[int], like: Tensor) -> None:
+        self.places = places
+        self.is_tall = like.shape[-2] > like.shape[-1]
+        rows = [metric.right if self.is_tall else metric.left for metric in metrics]
+        columns = [metric.left if self.is_tall else metric.right for metric in metrics]
+        self.S = stacked([None if factor is None else factor.root for factor in rows])
+        self.Q = stacked(columns)
 
-    @classmethod
-    def of(cls, matrices: Sequence[Whitened]) -> _Stack:
-        is_tall = matrices[0].is_tall
-        is_stacked = len(matrices) > 1
-        M = torch.stack([own.M for own in matrices]) if is_stacked else matrices[0].M
+    def joined(self, matrices: Sequence[Tensor]) -> Tensor:
+        """(n, rows, columns), or a single matrix; each divided by its largest entry, so that squares stay ordinary."""
+        places = self.places
+        M = matrices[places[0]] if len(places) == 1 else torch.stack([matrices[i] for i in places])
         M = M / M.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
-        rows = [own.right if is_tall else own.left for own in matrices]
-        columns = [own.left if is_tall else own.right for own in matrices]
-        S = stacked([None if factor is None else factor.root for factor in rows])
-        return cls(M.mT if is_tall else M, S, stacked(columns), is_tall, is_stacked)
+        return M.mT if self.is_tall else M
 
     def between(self, A: Tensor) -> Tensor:
         """S A S."""
         return A if self.S is None else self.S.right(self.S.left(A))
 
 
-def _shape(matrix: Whitened) -> object:
+def _shape(M: Tensor, metric: Metric) -> object:
     """What matrices must have in common to share their products; unique for one that cannot share them."""
-    factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
-    if matrix.M.ndim > 2 or matrix.M.numel() > SHARED_UP_TO or not all(map(is_single_block, factors)):
+    factors = [factor for factor in metric if factor is not None]
+    if M.ndim > 2 or M.numel() > SHARED_UP_TO or not all(map(is_single_block, factors)):
         return object()
-    return matrix.M.shape, matrix.M.dtype, matrix.M.device, matrix.left is None, matrix.right is None
+    return M.shape, M.dtype, M.device, metric.left is None, metric.right is None
 
 
-def _equal(shapes: Iterable[object]) -> list[list[int]]:
+def _equal(shapes: Sequence[object]) -> list[list[int]]:
     """The places of equal shapes, together."""
     places: dict[object, list[int]] = {}
     for i, shape in enumerate(shapes):
@@ -131,9 +131,9 @@ def _equal(shapes: Iterable[object]) -> list[list[int]]:
 def _polynomials(grams: Sequence[Tensor]) -> list[Tensor]:
     """The polynomials of stacks of matrices; matrices of one size share their products."""
     flat = [A.reshape(-1, *A.shape[-2:]) for A in grams]
-    found: dict[int, Tensor] = {}
-    for same in _equal((A.shape[1:], A.dtype, A.device) for A in flat):
-        stack = polynomial(torch.cat([flat[i] for i in same]))
-        parts = torch.split(stack, [len(flat[i]) for i in same])
-        found |= {i: part.view_as(grams[i]) for i, part in zip(same, parts, strict=True)}
-    return [found[i] for i in range(len(grams))]
+    results: list[Tensor] = list(flat)
+    for same in _equal([(A.shape[1:], A.dtype, A.device) for A in flat]):
+        stack = polynomial(flat[same[0]] if len(same) == 1 else torch.cat([flat[i] for i in same]))
+        for i, part in zip(same, torch.split(stack, [len(flat[i]) for i in same]), strict=True):
+            results[i] = part.view_as(grams[i])
+    return results

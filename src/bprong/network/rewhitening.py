@@ -16,9 +16,9 @@ from bprong.capture.backprop import Fisher
 from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
+from bprong.contexts import Uninterrupted
 from bprong.distributed import Ranks
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.interrupts import Uninterrupted
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
@@ -27,7 +27,8 @@ from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Transports, carry_, check_state, holders_for
 from bprong.network.layers import WhitenedLayer
-from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Schedule, Settings, mixed

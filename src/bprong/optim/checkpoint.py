@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bprong.linalg.moments import float64_device
 from bprong.sharding import Form, Sharding, from_owners
-from bprong.whitening.layers import Layer
+from bprong.whitening.layer import Layer
 from bprong.whitening.side import Side
 
 KEY = "bprong"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bprong.linalg.moments import to_float64
-from bprong.sharding import local, summed
+from bprong.sharding import is_sliced, local, summed
 
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
 
@@ -26,23 +26,46 @@ def dot(a: Direction, b: Direction, weights: Mapping[Tensor, float] | None = Non
     >>> dot({p: torch.tensor([1.0, 2.0]), q: torch.ones(1)}, {p: torch.tensor([3.0, 4.0])})
     11.0
     """
-    pairs = [(p, a[p], d) for p, d in b.items() if p in a]
-    found = sum((1.0 if weights is None else weights.get(p, 0.0)) * _dot(local(x), local(y)) for p, x, y in pairs)
-    return summed(found, (x for _, x, _ in pairs))
+    names = [p for p in b if p in a]
+    pairs = [(a[p], b[p]) for p in names]
+    slices = [(local(x), local(y)) for x, y in pairs] if pairs and is_sliced(pairs[0][0]) else pairs
+    total = 0.0
+    for p, product in zip(names, products(slices), strict=True):
+        total += product if weights is None else weights.get(p, 0.0) * product
+    return total if slices is pairs else summed(total, [pairs[0][0]])
 
 
-def _dot(x: Tensor, y: Tensor) -> float:
-    """In float64 if it overflows otherwise."""
-    product = x.flatten().vdot(y.flatten()) if x.dtype == y.dtype else (x.conj() * y).sum()
-    found = float(product.real)
-    return found if math.isfinite(found) else float((to_float64(x).conj() * to_float64(y)).sum().real)
+def products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """The dot product of each pair of tensors; they are read at once."""
+    found = read(
+        [x.flatten().dot(y.flatten()) if x.dtype is y.dtype and not x.is_complex() else _mixed(x, y) for x, y in pairs]
+    )
+    for i, product in enumerate(found):
+        if not math.isfinite(product):  # the sum may have overflowed
+            x, y = (to_float64(values) for values in pairs[i])
+            found[i] = float(_mixed(x, y))
+    return found
+
+
+def _mixed(x: Tensor, y: Tensor) -> Tensor:
+    """The product of tensors that are complex or differ in precision."""
+    return (x.conj() * y).sum().real
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """The values of 0-dimensional tensors, which takes one synchronisation with their device."""
+    if not numbers:
+        return []
+    if len({(x.dtype, x.device) for x in numbers}) > 1:
+        numbers = [x.to("cpu", torch.float64) for x in numbers]
+    return torch.stack(list(numbers)).tolist()
 
 
 def gram(vectors: Sequence[Direction], weights: Mapping[Tensor, float] | None = None) -> Tensor:
     """(k, k) the products of some directions with each other, float64."""
     lower = [[dot(b, a, weights) if i <= j else 0.0 for i, a in enumerate(vectors)] for j, b in enumerate(vectors)]
-    found = torch.tensor(lower, dtype=torch.float64, device="cpu")
-    return found + found.tril(-1).T
+    matrix = torch.tensor(lower, dtype=torch.float64, device="cpu")
+    return matrix + matrix.tril(-1).T
 
 
 def norm(values: Tensor, own: Callable[[Tensor], Tensor]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
-from bprong.optim.directions import dot, norm
+from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
-from bprong.whitening.layers import Layer, Layers
+from bprong.optim.rules import GivenDamping, Gradients, Group, NotFiniteError, StepRule
+from bprong.sharding import local, summed
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import BiasTerm, Layers
 from bprong.whitening.side import Side
 
 
@@ -32,6 +34,7 @@ class FixedRate(StepRule):
         self._fallback = fallback
         self._momentum = 0.0  # the largest that was given, before a scheduler changed it
         self._warned = False
+        self.checks = max_step is not None
 
     def check_group(self, group: Group) -> None:
         self._momentum = max(self._momentum, float(group["momentum"]))
@@ -48,30 +51,28 @@ class FixedRate(StepRule):
                 _momentum(p, gradients.states)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
-        self._warn_of_cycled_momentum(gradients)
         groups = gradients.groups
         rates = {p: float(group["lr"]) for p, group in groups.items()}
-        directions = layers.steps(gradients.values, rates)
-        rates = layers.units(rates)
-        scale = self._scale(directions, rates, gradients)
-        steps = _Steps()
-        for p, d in directions.items():
-            _decay_(p, groups[p])
-            steps.add(p, *_velocity(p, d, scale, rates[p], groups[p], gradients.states))
+        differ = len(set(rates.values())) > 1
+        biases: list[BiasTerm] = []
+        directions = layers.steps(gradients.values, rates if differ else {}, biases)
+        units = layers.units(rates) if differ else rates
+        scale, fallback_scale = self._scales(directions, units, biases, gradients, layers)
+        velocities = _make_(directions, units, scale, gradients)
         for layer in layers.values() if gradients.noted else ():
-            if layer.weight in directions:
-                layer.step_norm = steps.norm(layer.weight, layer.linear.own)
-        steps.make_()
+            if layer.weight in velocities:
+                unit = units[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
+                layer.step_norm = unit * norm(velocities[layer.weight], layer.linear.own)
         others = {p: g for p, g in gradients.values.items() if p not in directions}
-        for p in others:
-            _decay_(p, groups[p])
-        all_rates = {p: float(group["lr"]) for p, group in groups.items()}
-        for p, step in self._fallback.directions(others, gradients.states, all_rates).items():
-            p.add_(step)
+        if others:
+            _decay_(others, groups)
+            rates = {p: fallback_scale * rates[p] for p in others}
+            for p, step in self._fallback.directions(others, gradients.states, rates).items():
+                p.add_(step)
 
     def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
         """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""
-        if self._warned or self._max_step is not None or self._momentum:
+        if self._warned or self._momentum:
             return
         cycled = max((float(group.get("max_momentum", 0)) for group in gradients.groups.values()), default=0.0)
         if cycled:
@@ -82,75 +83,135 @@ class FixedRate(StepRule):
                 f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
             )
 
-    def _scale(self, directions: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
-        """The factor that reduces η² gᵀF⁻¹g, the squared length of the step in the Fisher metric, to the bound.
+    def _scales(
+        self,
+        directions: Mapping[Tensor, Tensor],
+        units: Mapping[Tensor, float],
+        biases: Sequence[BiasTerm],
+        gradients: Gradients,
+        layers: Layers,
+    ) -> tuple[float, float]:
+        """The factors that reduce a step to the bound, and Adam's step of other parameters with it.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
-        the bound. A schedule that lowers the learning rate lowers the bound too.
+        the bound. A learning rate below its highest lowers the bound too. The length of Adam's step is not known in the
+        Fisher metric; as it grows with the learning rate just as that of the others, it is reduced as they are.
         """
         if self._max_step is None:
-            return 1.0
-        groups = gradients.groups
-        momentum = max(float(group["momentum"]) for group in groups.values())
-        scheduled = max(_scheduled(group) for group in groups.values())
-        squared = dot(gradients.values, directions, {p: rate**2 for p, rate in rates.items()})
-        return min(1.0, (1 - momentum) * scheduled * self._max_step / math.sqrt(max(squared, 1e-300)))
+            self._warn_of_cycled_momentum(gradients)
+            return 1.0, 1.0
+        highest = {id(group): _highest(group) for group in gradients.groups.values()}
+        groups = {id(group): group for group in gradients.groups.values()}
+        scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
+        if not scheduled:  # velocities advance as at a very small rate
+            units = {p: highest[id(group)] for p, group in gradients.groups.items()}
+            scheduled = 1.0
+        momentum = max([float(group["momentum"]) for group in groups.values()])
+        length = self._length(directions, units, biases, gradients, layers)
+        part = scheduled * self._max_step / max(length, 1e-150)
+        return min(1.0, (1 - momentum) * part), min(1.0, part)
+
+    def _length(
+        self,
+        directions: Mapping[Tensor, Tensor],
+        units: Mapping[Tensor, float],
+        biases: Sequence[BiasTerm],
+        gradients: Gradients,
+        layers: Layers,
+    ) -> float:
+        """√(ΔᵀFΔ) of the step Δ of the whitened parameters, which is η √(gᵀF⁻¹g); raises NotFiniteError.
+
+        With learning rates η_W and η_b of its own a layer adds, by its direction d_b as seen from the centre,
+
+            η_W² (g_W − g_b cᵀ)·d_W + η_b² g_b·d_b  =  η_W (g·step) + η_b (η_b − η_W) g_b·d_b
+        """
+        values = gradients.values
+        pairs = [(values[p], d) for p, d in directions.items()]
+        pairs += [(g_b, d_b) for *_, g_b, d_b in biases]
+        others = [g for p, g in values.items() if p not in directions]
+        if gradients.sliced:
+            pairs = [(local(x), local(y)) for x, y in pairs]
+        numbers = products(pairs)
+        sizes = read(torch._foreach_norm(others)) if others and not gradients.checked else []
+        if not (gradients.checked or math.isfinite(sum(numbers) + sum(sizes))):
+            raise NotFiniteError
+        several = len(set(units.values())) > 1
+        weights = {layer.bias: units[layer.weight] for layer in layers.values()} if several else {}
+        squared = 0.0
+        for p, product in zip(directions, numbers, strict=False):
+            squared += units[p] * weights.get(p, units[p]) * product
+        squared = summed(squared, values.values()) if gradients.sliced else squared
+        corrections = [
+            eta_b * (eta_b - eta_W) * product
+            for (eta_W, eta_b, *_), product in zip(biases, numbers[len(directions) :], strict=True)
+        ]
+        if layers.sharding is not None and several:
+            corrections = layers.sharding.ranks.sums(1, lambda: [sum(corrections)])
+        return math.sqrt(max(squared + sum(corrections), 0.0))
 
 
-def _scheduled(group: Mapping[str, Any]) -> float:
-    """The part of its highest learning rate that a schedule leaves to a group.
+def _highest(group: Group) -> float:
+    """The highest learning rate of a group so far, or that a schedule will raise it to; it is noted in the group."""
+    highest = max([float(group.get(key) or 0.0) for key in ("lr", "highest_lr", "initial_lr", "max_lr")])
+    group["highest_lr"] = highest
+    return highest
 
-    torch's schedulers note what it was before, and OneCycleLR what it will rise to. Velocities from a lower rate than
-    the present one are then within the bound too.
+
+def _make_(
+    directions: Mapping[Tensor, Tensor], units: Mapping[Tensor, float], scale: float, gradients: Gradients
+) -> dict[Tensor, Tensor]:
+    """p ← (1 − η w) p − η v with v ← β v + d, for parameters with the same numbers together; gives v.
+
+    units: what the velocity of each parameter is multiplied by; scale: of the directions
     """
-    highest = max(float(group.get(key, 0.0)) for key in ("initial_lr", "max_lr"))
-    return min(1.0, float(group["lr"]) / highest) if highest else 1.0
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for p in directions:
+        group = gradients.groups[p]
+        numbers = (units[p], group["momentum"], group["nesterov"], group["weight_decay"], group["lr"])
+        kinds.setdefault(numbers, []).append(p)
+    velocities: dict[Tensor, Tensor] = {}
+    for (unit, beta, nesterov, weight_decay, lr), parameters in kinds.items():
+        if weight_decay:
+            torch._foreach_mul_(parameters, 1 - float(lr) * weight_decay)
+        steps = [directions[p] if directions[p].dtype is p.dtype else directions[p].to(p.dtype) for p in parameters]
+        alpha = -unit
+        if beta:
+            steps = _advanced(parameters, steps, scale, beta, nesterov, gradients.states)
+        else:
+            alpha *= scale
+        torch._foreach_add_(parameters, steps, alpha=alpha)
+        velocities |= dict(zip(parameters, steps, strict=True))
+    return velocities
 
 
-def _velocity(
-    parameter: Tensor, direction: Tensor, scale: float, lr: float, group: Mapping[str, Any], states: States
-) -> tuple[Tensor, float]:
-    """What a parameter moves by, and the learning rate to multiply it by; scale: of the direction."""
-    beta = group["momentum"]
-    if not beta:
-        return direction, lr * scale
-    velocity = _momentum(parameter, states).mul_(beta).add_(direction, alpha=scale)
-    return (torch.add(velocity.mul(beta), direction, alpha=scale) if group["nesterov"] else velocity), lr
+def _advanced(
+    parameters: Sequence[Tensor], steps: list[Tensor], scale: float, beta: float, nesterov: bool, states: States
+) -> list[Tensor]:
+    """The velocities, which advance by scaled directions, or with Nesterov's correction."""
+    velocities = [_momentum(p, states) for p in parameters]
+    torch._foreach_mul_(velocities, beta)
+    torch._foreach_add_(velocities, steps, alpha=scale)
+    if not nesterov:
+        return velocities
+    corrected = torch._foreach_mul(velocities, beta)
+    torch._foreach_add_(corrected, steps, alpha=scale)
+    return list(corrected)
 
 
 def _momentum(parameter: Tensor, states: States) -> Tensor:
-    """The momentum of a parameter, which starts at zero."""
+    """The momentum of a parameter, which starts at zero; converted, if the model was."""
     state = states[parameter]
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(parameter)
-    found: Tensor = state["momentum_buffer"]
-    return found
+    velocity: Tensor | None = state.get("momentum_buffer")
+    if velocity is None:
+        velocity = torch.zeros_like(parameter)
+    elif velocity.dtype is not parameter.dtype:
+        velocity = velocity.to(parameter.dtype)
+    state["momentum_buffer"] = velocity
+    return velocity
 
 
-class _Steps:
-    """p ← p − η v for many tensors at once, those with one learning rate together."""
-
-    def __init__(self) -> None:
-        self._by_parameter: dict[Tensor, tuple[Tensor, float]] = {}
-
-    def add(self, parameter: Tensor, velocity: Tensor, lr: float) -> None:
-        self._by_parameter[parameter] = velocity.to(parameter.dtype), lr
-
-    def norm(self, parameter: Tensor, own: Callable[[Tensor], Tensor]) -> float:
-        """The length of the step of a part of a parameter."""
-        velocity, lr = self._by_parameter[parameter]
-        return lr * norm(velocity, own)
-
-    def make_(self) -> None:
-        by_lr: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for parameter, (velocity, lr) in self._by_parameter.items():
-            parameters, velocities = by_lr.setdefault(lr, ([], []))
-            parameters.append(parameter)
-            velocities.append(velocity)
-        for lr, (parameters, velocities) in by_lr.items():
-            torch._foreach_sub_(parameters, velocities, alpha=lr)
-
-
-def _decay_(parameter: Tensor, group: Mapping[str, Any]) -> None:
-    if group["weight_decay"]:
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+def _decay_(parameters: Iterable[Tensor], groups: Mapping[Tensor, Group]) -> None:
+    for p in parameters:
+        group = groups[p]
+        if group["weight_decay"]:
+            p.mul_(1 - group["lr"] * group["weight_decay"])

@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 
 from bprong.capture.coverage import fallback_reasons
 from bprong.capture.output import Head, Key
-from bprong.capture.own_pass import without_autocast
 from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapped
+from bprong.contexts import Uninterrupted, without_autocast
 from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
-from bprong.interrupts import Uninterrupted
 from bprong.likelihood.families import Gaussian
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM, Limits
@@ -45,13 +44,13 @@ from bprong.optim.checkpoint import (
 )
 from bprong.optim.declared import DeclaredLoss
 from bprong.optim.fixed_rate import FixedRate
-from bprong.optim.gradient_scale import GradientScale
 from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
-from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
+from bprong.optim.rules import GivenDamping, Gradients, Group, NotFiniteError, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirection
 from bprong.sharding import is_sharded, local, reshard, summed
-from bprong.whitening.layers import PATIENCE, Layer, Layers
+from bprong.whitening.layer import PATIENCE, Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Schedule
 from bprong.whitening.side import SIDES, Side, SideName, Solver
@@ -181,7 +180,6 @@ class BPRONG(Optimizer):
         self._started: float | None = None
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
-        self._gradient_scale = GradientScale(self._parameters)
         self._attend()
 
     def _rule_of(
@@ -259,6 +257,37 @@ class BPRONG(Optimizer):
         if self._sharded:
             reshard(self._model)
         gradients = self._gradients()
+        if self._observes:
+            self._observed_step(gradients)
+        elif self._plain_step(gradients):
+            whitening = self._whitening
+            whitening.schedule.t += 1
+            whitening.due = whitening.schedule.t == whitening.next_due
+            self._listen()
+        else:
+            self._forget()
+
+    def _plain_step(self, gradients: Gradients) -> bool:
+        """A step for which nothing is measured; False: it was refused."""
+        whitening = self._whitening
+        start = time.perf_counter()
+        if not gradients.values:
+            return False
+        with without_autocast(next(iter(gradients.values)).device.type):
+            try:
+                checks = self._rule.checks and not self._sharded
+                if not (checks or self._acceptable(gradients)):
+                    return False
+                self._rule.step_(replace(gradients, checked=False) if checks else gradients, whitening.layers)
+            except NotFiniteError:
+                if not self._acceptable(gradients):
+                    return False
+                self._rule.step_(gradients, whitening.layers)
+        whitening.seconds["step"] += time.perf_counter() - start
+        return True
+
+    def _observed_step(self, gradients: Gradients) -> None:
+        """A step for which something is measured, or whose batches the rule needs."""
         if not self._acceptable(gradients):
             if gradients.t == 0:
                 self._rule.prepare(gradients, self._whitening.layers)
@@ -290,13 +319,19 @@ class BPRONG(Optimizer):
         self._forget()
 
     def _gradients(self) -> Gradients:
-        groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
-        for p in groups:  # the model may have another precision now
-            changed = {k: v for k, v in self.state[p].items() if torch.is_tensor(v) and v.ndim and v.dtype != p.dtype}
-            self.state[p].update({key: value.to(p.dtype) for key, value in changed.items()})
+        groups: dict[Tensor, Group] = {}
+        values: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+                groups[p] = group
+                values[p] = gradient
         schedule = self._whitening.schedule
-        values = {p: p.grad for p in groups if p.grad is not None}
-        return Gradients(values, groups, self.state, schedule.t, schedule.seed, self._whitening.due)
+        return Gradients(values, groups, self.state, schedule.t, schedule.base_seed, self._whitening.due, self._sharded)
 
     def _check_processes(self) -> None:
         """Raises RuntimeError if training goes on with another number of processes: their states would differ."""
@@ -314,11 +349,12 @@ class BPRONG(Optimizer):
         if self._ranks.size == 1:
             found = self._with_batches(gradients)
             return replace(found, any_batch=bool(found.batches))
-        if self._gradient_scale.known is None and not self._sharded:
+        if self._batches.scale.is_comparable is None and not self._sharded:
             # Whoever averages gradients by hand does so after the norms were noted, which then differ between ranks.
-            noted = self._ranks.table(1, lambda: [self._gradient_scale.noted()])
-            self._gradient_scale.known = torch.allclose(noted, noted[:1], rtol=ALIKE)
-        gradients = replace(gradients, factor=self._gradient_scale.factor(self._ranks if self._sharded else None))
+            sizes = self._ranks.table(1, lambda: [self._batches.scale.size()])
+            self._batches.scale.is_comparable = torch.allclose(sizes, sizes[:1], rtol=ALIKE)
+        ranks = self._ranks if self._sharded else None
+        gradients = replace(gradients, factor=self._batches.scale.factor(gradients.values, ranks))
         if not (self._whitening.measures or self._rule.communicates(gradients)):
             return replace(self._with_batches(gradients), any_batch=True)
         found = gradients
@@ -341,17 +377,16 @@ class BPRONG(Optimizer):
         if not seen:
             return gradients
         several = self._ranks.size > 1
-        factor = gradients.factor if several else self._gradient_scale.factor()
+        factor = gradients.factor if several else self._batches.scale.factor(gradients.values)
         batches = self._loss.read(seen, factor or 1.0, alone=not several)
         return replace(gradients, factor=factor, batches=batches)
 
     def _acceptable(self, gradients: Gradients) -> bool:
         values = list(gradients.values.values())
-        if any(g.is_sparse for g in values):
-            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
         if not values:
             return False
-        if math.isfinite(summed(sum(_sizes(list(map(local, values)))), values)):
+        size = float(_size([local(g) for g in values] if self._sharded else values))
+        if math.isfinite(summed(size, values) if self._sharded else size):
             self._refused = 0
             return gradients.t > 0 or summed(any(bool(local(g).any()) for g in values), values) > 0
         bad = [
@@ -381,9 +416,17 @@ class BPRONG(Optimizer):
         self._attend()
 
     def _attend(self) -> None:
-        """Finds out, once for each step, whether it will measure, and whether batches must be kept until then."""
+        """Finds out whether the next step will measure."""
         self._whitening.attend()
-        self._batches.listener.wanted = self._whitening.due or self._rule.reads_every_batch
+        self._listen()
+
+    def _listen(self) -> None:
+        """Observes the calls of the model until the next step, if that needs them."""
+        whitening = self._whitening
+        self._observes = whitening.due or bool(whitening.unused) or self._rule.reads_every_batch
+        listener = self._batches.listener
+        if listener.wanted != self._observes:
+            listener.listen(self._observes)
 
     # Statistics -------------------------------------------------------------------------------------------------------
 
@@ -428,7 +471,7 @@ class BPRONG(Optimizer):
             raise ValueError("nesterov needs a momentum above 0")
         super().add_param_group(param_group)
         self._whitening.given = set(self._parameters)
-        if "_gradient_scale" in vars(self):  # not while the optimizer is made
+        if "_observes" in vars(self):  # not while the optimizer is made
             self._whitening.cover(self._layers())
 
     def state_dict(self) -> dict[str, Any]:
@@ -477,10 +520,10 @@ class BPRONG(Optimizer):
 _OWN = (
     "_batches",
     "_form",
-    "_gradient_scale",
     "_head",
     "_loss",
     "_model",
+    "_observes",
     "_options",
     "_processes",
     "_ranks",
@@ -497,9 +540,16 @@ def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: 
     layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
 
 
-def _sizes(gradients: list[Tensor]) -> list[float]:
-    """A cheap magnitude of each gradient, for tests of zero and finiteness: squared norms of long ones, else norms."""
-    long = [g for g in gradients if g.numel() > LONG_GRADIENT and g.is_contiguous()]
-    short = [g for g in gradients if not (g.numel() > LONG_GRADIENT and g.is_contiguous())]
-    squares = [float(torch.dot(g.view(-1), g.view(-1))) for g in long]
-    return squares + ([float(norm) for norm in torch._foreach_norm(short)] if short else [])
+def _size(gradients: list[Tensor]) -> Tensor:
+    """A number that is finite if all gradients are, unless it overflows: squared norms of long ones, else norms."""
+    sizes = []
+    others = []
+    for g in gradients:
+        if g.numel() > LONG_GRADIENT and g.is_contiguous() and not g.is_complex():
+            flat = g.view(-1)
+            sizes.append(torch.dot(flat, flat))
+        else:
+            others.append(g)
+    sizes += torch._foreach_norm(others) if others else []
+    device = gradients[0].device
+    return torch.stack([size.to(device, torch.float32) for size in sizes]).sum()

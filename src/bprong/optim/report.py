@@ -8,7 +8,7 @@ from typing import Any
 
 from bprong.capture.coverage import table
 from bprong.linalg.moments import Moments
-from bprong.whitening.layers import Layer
+from bprong.whitening.layer import Layer
 from bprong.whitening.refresh import Damper
 from bprong.whitening.side import SIDES
 

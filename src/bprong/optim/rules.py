@@ -16,8 +16,9 @@ from torch import Tensor
 from bprong.capture.batches import Batch
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.fallback import States
-from bprong.whitening.layers import Layer, Layers
-from bprong.whitening.schedule import EARLY_PARTS
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
+from bprong.whitening.schedule import EARLY_PARTS, mixed
 from bprong.whitening.side import Side, SideName
 
 Group = dict[str, Any]
@@ -31,10 +32,12 @@ class Gradients:
     groups:   the parameter group of each parameter that has a gradient
     states:   the optimizer's state
     t:        the number of steps made before
-    seed:     for random numbers of this step
+    base_seed: for `seed`
     noted:    whether lengths of steps are noted for the report, which would cost too much at every step
+    sliced:   whether each process has slices of all of them
     batches:  those behind the gradients, with their targets, if the rule keeps every batch or statistics are due
     any_batch: whether there is one on any rank
+    checked:  whether they are known to be finite; a rule that `checks` them raises NotFiniteError otherwise
     factor:   what gradients were multiplied by since the backward pass; None: they differ in it
     """
 
@@ -42,11 +45,22 @@ class Gradients:
     groups: Mapping[Tensor, Group]
     states: States
     t: int
-    seed: int
+    base_seed: int
     noted: bool
+    sliced: bool = False
     batches: Sequence[Batch] = ()
     any_batch: bool = False
+    checked: bool = True
     factor: float | None = 1.0
+
+    @property
+    def seed(self) -> int:
+        """For random numbers of this step."""
+        return mixed(self.base_seed, self.t)
+
+
+class NotFiniteError(ArithmeticError):
+    """A gradient may not be finite; nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +86,14 @@ class StepRule(ABC):
     early_parts:        parts of the first period after which they are measured too, of which a half is 2
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
     keeps_every_batch:  whether the rule may run the model again on the batches of a step
+    checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
     """
 
     early_steps: tuple[int, ...] = ()
     early_parts: tuple[int, ...] = EARLY_PARTS
     reads_every_batch: bool = False
     keeps_every_batch: bool = False
+    checks: bool = False
 
     @property
     def kind(self) -> str:

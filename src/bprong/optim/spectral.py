@@ -13,18 +13,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.factors import Factor
-from bprong.linalg.orthogonal import Whitened, whitened_msgn
+from bprong.linalg.factors import centred
+from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.directions import norm
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
-from bprong.whitening.layers import Layer, Layers, WeightAndBias
+from bprong.whitening.layer import Layer, WeightAndBias
+from bprong.whitening.layers import Layers
 from bprong.whitening.side import Side
 
 Power = Literal["half", "whole"]
@@ -63,40 +64,50 @@ class SpectralDirection:
         averages = _averages([p for layer in moved for p in layer.parameters if p in gradients.values], gradients)
         others = {p: g for p, g in gradients.values.items() if p not in weights}
         steps = self.fallback.directions(others, gradients.states, rates)
-        compute = partial(self._directions, [layer for layer in moved if layers.is_own(layer)], rates)
-        # What is left of a bias is what centring asks for, at the rate of its weight.
+        compute = partial(self._directions, layers, moved, rates)
+        # A bias has a step of its own, and moves by what centring asks for at the rate of its weight.
         for p, step in layers.by_parameter(averages, compute, {}).items():
             steps[p] = steps[p] + step if p in steps else step
         return steps
 
     def _directions(
-        self, layers: Sequence[Layer], rates: Mapping[Tensor, float], averages: Mapping[Tensor, Tensor]
+        self,
+        all_layers: Layers,
+        moved: Sequence[Layer],
+        rates: Mapping[Tensor, float],
+        averages: Mapping[Tensor, Tensor],
     ) -> dict[Layer, WeightAndBias]:
         """−η s Rᵀ msgn(R M Uᵀ) U of each layer, and zero for its bias."""
+        layers = moved if all_layers.sharding is None else [layer for layer in moved if all_layers.is_own(layer)]
         if not layers:
             return {}
-        found = whitened_msgn([self._whitened(layer, averages) for layer in layers])
+        pairs = [layer.gradients(averages) for layer in layers]
+        matrices = [centred(cast(Tensor, M_W), M_b, layer.c) for layer, (M_W, M_b) in zip(layers, pairs, strict=True)]
+        dtypes = [M.dtype for M in matrices]
+        key = tuple([layer.name for layer in layers]), tuple(dtypes), self.power
+        msgn = all_layers.cached(
+            key, lambda: WhitenedMsgn(matrices, [self._metric(*x) for x in zip(layers, dtypes, strict=True)])
+        )
+        steps = msgn(matrices)
         factors = [-rates[layer.weight] for layer in layers]
         if self.rms is not None:
-            norms = torch._foreach_norm(found)
+            norms = torch._foreach_norm(steps)
             torch._foreach_clamp_min_(norms, SMALLEST)
-            torch._foreach_div_(found, norms)
-            factors = [factor * self.rms * math.sqrt(d.numel()) for factor, d in zip(factors, found, strict=True)]
-        torch._foreach_mul_(found, factors)
-        biases = (layer.gradients(averages)[1] for layer in layers)
-        return {
-            layer: (step, None if M_b is None else torch.zeros_like(M_b))
-            for layer, step, M_b in zip(layers, found, biases, strict=True)
-        }
+            torch._foreach_div_(steps, norms)
+            factors = [factor * self.rms * math.sqrt(d.numel()) for factor, d in zip(factors, steps, strict=True)]
+        torch._foreach_mul_(steps, factors)
+        zeros = [None if M_b is None else torch.zeros_like(M_b) for _, M_b in pairs]
+        return dict(zip(layers, zip(steps, zeros, strict=True), strict=True))
 
-    def _whitened(self, layer: Layer, averages: Mapping[Tensor, Tensor]) -> Whitened:
-        layer.follow_dtype()
-        M_W, M_b = layer.gradients(averages)
-        assert M_W is not None
-        return Whitened(layer.centred(M_W, M_b), self._metric(layer.backward), self._metric(layer.forward))
-
-    def _metric(self, side: Side) -> Factor | None:
-        return side.factor if side.factor is None or self.power == "whole" else side.factor.root
+    def _metric(self, layer: Layer, dtype: torch.dtype) -> Metric:
+        """The factors of a layer, in the precision of its gradient."""
+        factors = [side.factor for side in (layer.backward, layer.forward)]
+        if any(factor is not None and factor.dtype is not dtype for factor in factors):
+            layer.convert(dtype)
+            factors = [side.factor for side in (layer.backward, layer.forward)]
+        if self.power == "whole":
+            return Metric(*factors)
+        return Metric(*[None if factor is None else factor.root for factor in factors])
 
 
 class Spectral(StepRule):
@@ -144,12 +155,15 @@ def _moved(gradients: Gradients, layers: Layers) -> list[Layer]:
 
 
 def _average(parameter: Tensor, states: States) -> Tensor:
-    """The average of a parameter's gradients, which starts at zero."""
+    """The average of a parameter's gradients, which starts at zero; converted, if the model was."""
     state = states[parameter]
-    if AVERAGE not in state:
-        state[AVERAGE] = torch.zeros_like(parameter)
-    found: Tensor = state[AVERAGE]
-    return found
+    average: Tensor | None = state.get(AVERAGE)
+    if average is None:
+        average = torch.zeros_like(parameter)
+    elif average.dtype is not parameter.dtype:
+        average = average.to(parameter.dtype)
+    state[AVERAGE] = average
+    return average
 
 
 def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:

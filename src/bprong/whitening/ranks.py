@@ -15,7 +15,8 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.sharding import Sharding
-from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
 from bprong.whitening.side import Backoff, Side
 

@@ -20,8 +20,9 @@ from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.measure import LayerMoments, measure, merged, record, with_gradient, without_errors
 from bprong.capture.output import Head, Output
-from bprong.capture.own_pass import own_pass, random_numbers, without_autocast
+from bprong.capture.own_pass import own_pass, random_numbers
 from bprong.capture.weights import WeightMatrix
+from bprong.contexts import without_autocast
 from bprong.distributed import ALONE, Ranks
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import nontrivial
@@ -32,7 +33,8 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.sharding import is_sharded, is_sliced, whole
-from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import Centred, drifted, measured_by_all, share_layers, shared_factors
 from bprong.whitening.schedule import Schedule, mixed, period_for
 from bprong.whitening.side import SIDES, Side
@@ -103,7 +105,7 @@ class Whitening:
 
     head:      finds the output that the loss is computed from
     given:     the parameters of the optimizer; those that require gradients are trained
-    due:       whether the schedule asks for a measurement at this step
+    due:       whether the schedule asks for a measurement at this step; `next_due` is the next such step
     covered:   the parameters of all layers
     demoted:   the names of layers that follow the fallback rule, since not every use of their weight can be recorded;
                `reasons` says so for each of their parameters
@@ -161,8 +163,9 @@ class Whitening:
         self.attend()
 
     def attend(self) -> None:
-        """To be called before each step: finds out whether it will measure."""
-        self.due = bool(self.layers) and bool(self.schedule.wanted)
+        """Finds out at which step something is to be measured next, and whether it is this one."""
+        self.next_due = self.schedule.next_wanted() if self.layers else -1
+        self.due = self.schedule.t == self.next_due
         started = any(side.refreshed_at is not None for layer in self.layers.values() for side in layer.sides)
         new = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
         self.unused = new if started else set()

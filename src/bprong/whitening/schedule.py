@@ -16,7 +16,7 @@ import torch
 
 from bprong.capture.backprop import Fisher
 from bprong.checks import number, one_of, period
-from bprong.whitening.layers import Layer
+from bprong.whitening.layer import Layer
 from bprong.whitening.side import SIDES, Side, SideName
 
 Mode = Literal["periodic", "drift"]
@@ -111,6 +111,15 @@ class Schedule:
         every = self.settings.record_every
         return list(self.sides) if every is not None and self.t % every == 0 else self.due
 
+    def next_wanted(self) -> int:
+        """The first step from t on at which a side is measured, as long as intervals stay what they are."""
+        steps = {self.t + (-self.t) % self.settings.record_every} if self.settings.record_every is not None else set()
+        for name in self.sides:
+            every, offset = self.settings.periods[name] if self.every is None else (self.every, 0)
+            steps.add(self.t + (offset - self.t) % (every * self._shortest(name)))
+        steps.update(t for t in self._early_steps() if t >= self.t)
+        return min(steps)
+
     def measured(self, name: SideName) -> set[str]:
         """The names of the layers whose side of this name is measured at this step."""
         if name not in self.wanted:
@@ -150,11 +159,15 @@ class Schedule:
 
     @property
     def _all_due(self) -> bool:
-        """Whether every side is due: at the start, and early in the first period."""
+        """Whether every side is due."""
+        return self.t in self._early_steps()
+
+    def _early_steps(self) -> set[int]:
+        """The steps at which every side is due: the first one, and some early in the first period."""
         if self.settings.overhead is None:
-            return False
-        early = set() if self.every is None else {self.every // part for part in self.settings.early_parts}
-        return self.t == 0 or self.t in early.union(self.settings.early_steps)
+            return set()
+        parts = [] if self.every is None else [self.every // part for part in self.settings.early_parts]
+        return {0, *parts, *self.settings.early_steps}
 
     def state_dict(self) -> dict[str, Any]:
         return {"t": self.t, "seed": self.base_seed, "every": self.every}

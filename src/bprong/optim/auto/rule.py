@@ -27,7 +27,7 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.quadratic import Array, minimiser
 from bprong.optim.auto.evaluation import Evaluation
 from bprong.optim.auto.settings import SETTINGS, AutoSettings, AutoState, Parts
-from bprong.whitening.layers import Layer
+from bprong.whitening.layer import Layer
 from bprong.whitening.side import Side
 
 

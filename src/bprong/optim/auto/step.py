@@ -26,7 +26,8 @@ from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, StepRule
 from bprong.optim.spectral import EARLY_PARTS, SpectralDirection, check_momentum
 from bprong.sharding import gathered, local, summed, whole
-from bprong.whitening.layers import Layer, Layers
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period, mixed
 from bprong.whitening.side import Side, SideName
 
@@ -341,6 +342,8 @@ def _penalised(parameter: Tensor, gradient: Tensor, group: Group, scale: float) 
 def _scale_last_update_(groups: Mapping[Tensor, Group], states: States) -> None:
     """A learning rate that was lowered scales the last update down, as it does SGD's; at zero nothing moves."""
     for p, group in groups.items():
+        if LAST in states[p] and states[p][LAST].dtype is not p.dtype:  # the model was converted
+            states[p][LAST] = states[p][LAST].to(p.dtype)
         before = states[p].get(LAST_LR, 0.0)
         lr = float(group["lr"])
         if lr < before:

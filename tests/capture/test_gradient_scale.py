@@ -1,4 +1,4 @@
-"""The factor on gradients between the backward pass and the step is measured at a few parameters."""
+"""The factor on gradients between the backward pass and the step."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
-from bprong.optim.gradient_scale import WATCHED, GradientScale
+from bprong.capture.gradient_scale import GradientScale
 from helpers import mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
@@ -76,26 +76,36 @@ def test_several_factors_are_not_corrected_and_there_is_one_warning(how):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_single_factor_is_found_in_every_precision(dtype):
     parameters = [torch.randn(n, dtype=dtype, requires_grad=True) for n in (1, 3, 50)]
-    scale = GradientScale(parameters)
+    scale = GradientScale()
     for size in (1.0, 0.37, 1e-6, 3e4):
         sum((p * torch.randn_like(p)).sum() for p in parameters).backward()
+        scale.note(parameters)
         for p in parameters:
             p.grad *= size
-        assert scale.factor() == pytest.approx(size, rel=0.02 if dtype is torch.bfloat16 else 1e-6)
+        assert scale.factor({p: p.grad for p in parameters}) == pytest.approx(
+            size, rel=0.02 if dtype is torch.bfloat16 else 1e-6
+        )
         for p in parameters:
             p.grad = None
-    assert scale.factor() == 1
+    assert scale.factor({}) == 1
 
 
-def test_a_few_small_trained_parameters_are_watched():
-    model = mlp(5, 50, 50, 50, 50, 3)
-    model[-1].requires_grad_(False)
-    chosen = GradientScale(model.parameters())._watched
-    assert len(chosen) == WATCHED
-    assert {id(p) for p in chosen} == {id(layer.bias) for layer in model[:-1:2]}
-    assert GradientScale(model[-1].parameters())._watched == []
-    sizes = [torch.ones(n, requires_grad=True) for n in (9, 3, 9, 3, 9, 9, 2, 9)]
-    assert [len(p) for p in GradientScale(sizes)._watched] == [3, 3, 9, 2]
+def test_a_backbone_frozen_after_construction_does_not_hide_the_scale_of_mixed_precision():
+    """GradScaler multiplies the loss by 2¹⁶ and divides gradients by it before the step."""
+    model = mlp(5, 4, 4, 4, 4, 3)
+    other = copy.deepcopy(model)
+    ends = []
+    for own, scale in ((model, 1.0), (other, 2.0**16)):
+        optimizer = auto(own, options=EXACT)
+        own[:-1].requires_grad_(False)
+        for x, y in batches(*DATA, 20, 12):
+            optimizer.zero_grad()
+            (scale * F.cross_entropy(own(x), y)).backward()
+            for p in own[-1].parameters():
+                p.grad /= scale
+            optimizer.step()
+        ends.append(snapshot(own))
+    assert_same_path(ends[1], ends[0], 1e-9)
 
 
 @pytest.mark.parametrize("frozen", ["2.bias", "2.weight", "0.weight"])

@@ -1,11 +1,14 @@
-"""Ctrl-C between two steps, and never in the middle of one."""
+"""What a step is protected from: interrupts in its middle, and the lower precision of autocast."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
+
+import torch
 
 _MAIN = threading.main_thread()
 
@@ -50,3 +53,9 @@ class Uninterrupted:
         signal.signal(signal.SIGINT, handler)
         if self.is_pending:
             handler(signal.SIGINT, None)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Entering a context takes longer than finding out whether it is needed."""
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()

@@ -1,0 +1,107 @@
+"""The way of a step: how many modules it visits, how many Python calls it makes, how often it waits for a device.
+
+Every feature is paid for here: one that lengthens the way beyond these numbers must make room first. They hold for
+Python 3.11, in which a comprehension is a call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bprong
+
+ROOT = os.path.dirname(bprong.__file__) + os.sep
+READS = ("__float__", "__bool__", "__int__", "__index__", "item", "tolist", "numpy", "cpu", "equal", "nonzero")
+
+
+class Steps:
+    """Training steps of a perceptron 20-50-50-5."""
+
+    def __init__(self, **rule: object) -> None:
+        self.model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 5))
+        self.criterion = nn.CrossEntropyLoss()
+        self.optimizer = bprong.BPRONG(self.model, self.criterion, **rule)
+        self.x = torch.randn(64, 20)
+        self.y = torch.randint(5, (64,))
+
+    def make(self) -> None:
+        self.optimizer.zero_grad()
+        self.criterion(self.model(self.x), self.y).backward()
+        self.optimizer.step()
+
+
+def calls_of(work: Callable[[], None]) -> Counter[str]:
+    """The Python calls within the package, by file."""
+    calls: Counter[str] = Counter()
+
+    def profile(frame, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            calls[frame.f_code.co_filename.removeprefix(ROOT)] += 1
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@contextmanager
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Where the package reads a tensor back; the counters of Adam's rule are on the CPU and do not count."""
+    reads: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., object]:
+        method = getattr(Tensor, name)
+
+        def read(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            code = sys._getframe(1).f_code
+            if code.co_filename.startswith(ROOT) and not code.co_filename.endswith("fallback.py"):
+                reads[f"{code.co_filename.removeprefix(ROOT)}:{code.co_name}"] += 1
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    with monkeypatch.context() as patch:
+        for name in READS:
+            patch.setattr(Tensor, name, counting(name))
+        yield reads
+
+
+RULES = {
+    "fixed rate": {"lr": 0.01, "every": 1000},
+    "fixed rate, momentum": {"lr": 0.01, "momentum": 0.9, "every": 1000},
+    "literal": {"lr": 0.01, "max_step": None, "every": 1000},
+    "spectral": {"lr": 0.02, "step": "spectral", "every": 1000},
+}
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_plain_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 9 modules, 130 calls and one read."""
+    steps = Steps(**RULES[rule])
+    for _ in range(3):
+        steps.make()
+    calls = calls_of(steps.make)
+    assert len(calls) <= 9, calls
+    assert calls.total() <= 130, calls
+    with counted_reads(monkeypatch) as reads:
+        steps.make()
+    assert reads.total() <= 1, reads
+
+
+def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a step with a refresh there are many, so that this way of counting can fail."""
+    steps = Steps(lr=0.01, every=1)
+    with counted_reads(monkeypatch) as reads:
+        steps.make()
+    assert reads.total() > 5
