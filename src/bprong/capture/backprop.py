@@ -93,6 +93,26 @@ def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callabl
             take(call, delta)
 
 
+def leading_to(output: Output, calls: Sequence[Call]) -> list[Call]:
+    """The calls that the output depends on; all calls of a layer of which it depends on none.
+
+    Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A layer
+    without any may reach the loss in another way, such as a second head.
+    """
+    if not output.edges:
+        return list(calls)
+    nodes = {edge.node for edge in output.edges}
+    stack = list(nodes)
+    while stack:
+        following = [node for node, _ in stack.pop().next_functions if node is not None and node not in nodes]
+        nodes.update(following)
+        stack += following
+    leading = [call for call in calls if call.edge is not None and call.edge.node in nodes]
+    names = {call.weight.name for call in leading}
+    chosen = set(leading)
+    return [call for call in calls if call in chosen or call.weight.name not in names]
+
+
 def _pass_on(calls: Sequence[Call], take: Callable[[Call, Tensor], None], gradients: Sequence[Tensor | None]) -> None:
     """A hook that is called before an operation is differentiated, with the gradients of its results."""
     for call in calls:

@@ -28,6 +28,7 @@ from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.loss import KINDS
 from bprong.linalg.moments import Sums, block_rows
+from bprong.sharding import is_sliced
 
 COMPUTATION = 20  # operations, at most, between a parameter and a weight that is computed from it
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
@@ -165,12 +166,13 @@ class Calls(list[Call]):
         if z.numel() == 0:
             self.empty.add(weight.name)
             return
-        z = z.detach()
+        z = as_plain(z.detach())
         if z.is_nested:
             z = z.values()
         elif z.layout is not torch.strided:
             z = z.to_dense()
         is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
+        is_kept = is_kept and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # they may keep a copy
         # If a view is changed in place, its history is that of its base from then on.
         base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a
         edge = get_gradient_edge(base) if a.requires_grad else None
@@ -180,6 +182,12 @@ class Calls(list[Call]):
     def drop_without_graph(self) -> None:
         """Drop calls without a graph of weights that are trained: no error reaches them."""
         self[:] = [call for call in self if call.edge is not None or not call.weight.is_trained]
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The tensor without what a user's subclass adds to its operations; nested and sharded tensors as they are."""
+    known = type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor)
+    return tensor if known else tensor.as_subclass(Tensor)
 
 
 class Replacements:

@@ -93,6 +93,9 @@ class Listener:
             return
         owner = self.owner()
         y = kwargs.get("target", args[-1] if args else None)
+        for begun in self._running:
+            if begun is not None:
+                begun.declared_inside = True
         if owner is not None and isinstance(y, Tensor) and isinstance(value, Tensor) and value.requires_grad:
             owner.after_loss(value, y)
 

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import Fisher, nonzero_rows, of_targets, roots_of, rows_that_count, send_back, unexplained
+from bprong.capture.backprop import (
+    Fisher,
+    leading_to,
+    nonzero_rows,
+    of_targets,
+    roots_of,
+    rows_that_count,
+    send_back,
+    unexplained,
+)
 from bprong.capture.calls import Call, Calls
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import recorded_run
@@ -116,7 +125,7 @@ def record(
 
 
 def measure(
-    centred: Mapping[str, bool], output: Output, calls: Calls, y: Tensor | None, *,
+    centred: Mapping[str, bool], output: Output, recorded: Calls, y: Tensor | None, *,
     likelihood: Likelihood | None, fisher: Fisher, inputs: Set[str], errors: Set[str], rows: bool = False,
     counted: Tensor | None = None, verify: bool = False,
 ) -> dict[str, LayerMoments]:  # fmt: skip
@@ -130,8 +139,9 @@ def measure(
     counted:     which targets the loss counts, without the output's last dimension; None: all
     verify:      find out whether all uses of the layers' weights are recorded
     """
+    calls = leading_to(output, recorded)
     called = {call.weight.name for call in calls}
-    measured = {name: LayerMoments(called=name in called, empty=name in calls.empty) for name in centred}
+    measured = {name: LayerMoments(called=name in called, empty=name in recorded.empty) for name in centred}
     values = output.values
     if likelihood is not None:
         likelihood.check(values)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.capture.calls import Calls, nodes_behind
+from bprong.capture.calls import Calls, as_plain, nodes_behind
 
 Key = str | int | Callable[[Any], Any]
 
@@ -104,7 +104,7 @@ class Output:
     @classmethod
     def of(cls, parts: Sequence[Tensor], class_dim: int | None = None) -> Output:
         edges = tuple(get_gradient_edge(part) for part in parts if part.requires_grad)
-        return cls(tuple(part.detach().clone() for part in parts), edges, class_dim)
+        return cls(tuple(as_plain(part.detach().clone()) for part in parts), edges, class_dim)
 
     @cached_property
     def values(self) -> Tensor:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from bprong.capture.calls import Calls, Replacements, recorded_calls
 from bprong.capture.output import Head
@@ -36,6 +36,11 @@ class Arguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: torch.dtype | None = None
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy of an input, without its history."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def is_own_pass() -> bool:
@@ -92,7 +97,7 @@ def _call(model: nn.Module, x: Any) -> Any:
     """The model's output on a tensor, on a tuple or mapping of arguments, or on `Arguments`."""
     if isinstance(x, Tensor) and (x.ndim == 0 or len(x) == 0):
         raise ValueError(f"the batch is empty: its shape is {tuple(x.shape)}")
-    x = tree_map(lambda leaf: leaf, x)  # a model may change the containers that it is given
+    x = tree_map_only(Tensor, copy_of, x)  # a model may change what it is given
     if isinstance(x, Arguments):
         # Parameters of several precisions need autocast; otherwise we compute in theirs.
         precisions = {(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()}
@@ -116,6 +121,8 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
         if not getattr(module, "buffers_are_constant", False):
             kept = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
             restore += [*_restorers(kept.values(), seen), partial(_restore_attributes, vars(module), kept)]
+        if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
+            restore += [partial(p.copy_, p.detach().clone()) for p in module.parameters(recurse=False)]
     with random_numbers(model, seed):
         try:
             for hooks, key, _ in list(_users_hooks(model)):
@@ -197,6 +204,10 @@ def _restorers(values: Iterable[Any], seen: set[int]) -> list[Callable[[], objec
                 found += _restorers(contents.values() if isinstance(contents, dict) else contents, seen)
             case Tensor() if not isinstance(value, nn.Parameter):
                 found.append(partial(value.copy_, value.clone()))
+            case tuple():
+                found += _restorers(value, seen)
+            case np.ndarray():
+                found.append(partial(np.copyto, value, value.copy()))
             case torch.Generator() | np.random.RandomState():
                 found.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
             case random.Random():
@@ -206,7 +217,7 @@ def _restorers(values: Iterable[Any], seen: set[int]) -> list[Callable[[], objec
     return found
 
 
-_IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, tuple, type, FunctionType}
+_IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}
 
 
 def _refill(container: Any, contents: Any) -> None:

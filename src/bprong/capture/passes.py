@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from bprong.capture.batches import Batch, OutputGradient, examples
 from bprong.capture.calls import Calls, nodes_behind, recorded_calls
@@ -28,7 +28,7 @@ from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
 from bprong.capture.measure import LayerMoments, gathered
 from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
-from bprong.capture.own_pass import Arguments, is_own_pass, noted_hooks, recorded_run
+from bprong.capture.own_pass import Arguments, copy_of, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.contexts import Uninterrupted
 from bprong.likelihood.loss import Loss
@@ -36,7 +36,12 @@ from bprong.sharding import is_sharded, leaves, local
 
 
 class Meter(Protocol):
-    """Measures recorded calls."""
+    """Measures recorded calls.
+
+    given: the parameters that are trained
+    """
+
+    given: set[Tensor]
 
     def weights(self) -> list[WeightMatrix]:
         """The weights to record in a forward pass that begins; none: nothing is to be measured."""
@@ -50,12 +55,14 @@ class Pass:
     """A training call of the model.
 
     arguments:  what the model was called with, until it is known that this is not needed
-    versions:   how often each of their tensors had been written to
+    originals:  the same as the model itself has it, while it runs; versions: how often each of their tensors had been
+                written to
     recording:  closed when the call ends
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
     retained:   tensors whose gradients the user may have asked to be retained
     structure:  what the model returned, without its tensors, if the output is a rearrangement of them
     gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
+    declared_inside: whether the declared loss module was called within the model
     number:     which of the results of its operation the output is, if that is where a hook is
     task:       the backward pass that reached it last, and whether that pass added to `.grad`
 
@@ -63,6 +70,7 @@ class Pass:
     """
 
     arguments: Arguments | None
+    originals: Arguments | None
     versions: list[int]
     recording: ExitStack
     calls: Calls | None = None
@@ -72,6 +80,7 @@ class Pass:
     given: tuple[Tensor, ...] = ()
     gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
+    declared_inside: bool = False
     number: int | None = None
     task: int = -1
     accumulated: bool = False
@@ -113,6 +122,7 @@ class Batches:
         self.unread: str | None = None  # why no output was found in what the model returned
         self._leaves = leaves(model) if is_sharded(model) else []
         self._loss_is_inside = True  # until a call shows otherwise
+        self._changes_input: bool | None = None  # whether the model writes to what it is called with; None: not known
         self.listener = Listener(self)
 
     def __reduce__(self) -> tuple[type[Batches], tuple[Any, ...]]:
@@ -138,7 +148,7 @@ class Batches:
         As many calls as observed batches have the gradients of these.
         """
         calls = [self._batch(one) for one in self.reached]
-        changed = any(one.arguments is not None and one.versions != _versions(one.arguments) for one in self.reached)
+        changed = any(one.originals is not None and one.versions != _versions(one.originals) for one in self.reached)
         if changed and self.keeps and not self.observed:
             raise RuntimeError(
                 "the batch was changed in place between the model's call and the step, so it cannot be evaluated. "
@@ -183,8 +193,10 @@ class Batches:
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
-        arguments = Arguments(args, kwargs, autocast)
-        begun = Pass(arguments, _versions(arguments), ExitStack())
+        originals = Arguments(args, kwargs, autocast)
+        copies = self.keeps and self._changes_input is not False
+        arguments = tree_map_only(Tensor, copy_of, originals) if copies else originals
+        begun = Pass(arguments, originals, _versions(originals), ExitStack())
         if self._leaves or any(map(_is_compiled, self.model.modules())):
             # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
             # gradients, and gather parameters as often as this rank's batch asks for.
@@ -199,6 +211,11 @@ class Batches:
     def finish(self, begun: Pass, returned: Any) -> None:
         """When the call has returned, or raised an error (None): wait for a backward pass."""
         begun.recording.close()
+        if begun.originals is not begun.arguments:
+            self._changes_input = begun.versions != _versions(begun.originals)
+            begun.originals = None  # what becomes of them does not matter, since there are copies
+        if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
+            self.head.inside = begun.declared_inside
         try:
             parts, begun.given = ([], ()) if returned is None else self.head.find(returned, begun.calls)
         except TypeError as reason:  # whoever needs the output will say what is missing
@@ -227,9 +244,12 @@ class Batches:
             calls.drop_without_graph()
         if not (self.keeps or (calls is not None and self._needs_own_pass(calls))):
             begun.arguments = None
+            begun.originals = None
         # A hook that kept the tensor itself would keep itself alive.
         for i, part in [*enumerate(parts), *((None, leaf) for leaf in triggers)]:
-            if isinstance(part, Tensor) and part.requires_grad:
+            if (
+                isinstance(part, Tensor) and part.grad_fn is not None
+            ):  # hooks would gather on a parameter that is returned
                 hook = partial(_arrive, weakref.ref(self), begun, i)
                 part.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -262,7 +282,8 @@ class Batches:
         self.reached = [one for one in self.reached if one.accumulated == accumulates]
         task = torch._C._current_graph_task_id()
         finished = [one for one in self.reached if one.task != task]
-        if finished and _all_zero(self.model.parameters()):
+        trained = self.meter.given if self.meter is not None else self.model.parameters()
+        if finished and _all_zero(trained):
             self.reached = [one for one in self.reached if one.task == task]  # other gradients were thrown away
         elif begun.task != task:
             self._gather(finished)

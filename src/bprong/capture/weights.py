@@ -162,7 +162,7 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
         own = list(module.parameters(recurse=False))
         if any(isinstance(p, nn.UninitializedParameter) for p in own):
             raise ValueError(f"{name!r} has parameters without a shape yet (lazy); call the model on a batch first")
-        unfit = any(uses[id(p)] > 1 or p.is_complex() for p in own)
+        unfit = any(uses[id(p)] > 1 or p.is_complex() or p.numel() == 0 for p in own)
         found = [] if unfit else weight_matrices_of(name, module, limits)
         used = {id(p) for weight in found for p in (weight.weight, weight.bias) if p is not None}
         # A weight computed from other parameters (weight norm, spectral norm) is not itself a parameter.

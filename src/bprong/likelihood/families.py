@@ -194,7 +194,11 @@ class Categorical(Likelihood):
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         """The cross-entropy of each target; y: class indices (...), or distributions over the classes (..., m)."""
-        return F.cross_entropy(output.flatten(end_dim=-2), y.flatten(end_dim=output.ndim - 2), reduction="none")
+        rows = output.flatten(end_dim=-2)
+        y = y.flatten(end_dim=output.ndim - 2)
+        if y.is_floating_point():
+            return F.cross_entropy(rows, y, reduction="none")
+        return F.cross_entropy(rows, y, reduction="none", ignore_index=self.ignore_index)
 
     def sample(self, output: Tensor) -> Tensor:
         p = output.detach().float().softmax(dim=-1)

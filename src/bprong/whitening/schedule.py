@@ -177,7 +177,7 @@ class Schedule:
             raise ValueError(f"the state of a schedule has t, seed and every; this one has {sorted(state)}")
         self.t = state["t"]
         self.base_seed = state["seed"]
-        self.every = state["every"]
+        self.every = state["every"] if self.settings.overhead is not None else None  # else the user has given a period
 
 
 def period_for(layers: Iterable[Layer], overhead: float) -> int:

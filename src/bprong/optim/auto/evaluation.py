@@ -129,15 +129,16 @@ def why_undivided(
     if subset.everything:
         return None
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    for module in training:  # not eval(), which a module may take as an occasion to change its weights
+        module.training = False
     try:
         subsets = (subset, Subset(subset.whole, subset.whole))
         copies = [copied(batch.x, own, next(model.parameters()).dtype) for own in subsets]
         part, whole = (output_of(model, x, 0, batch.class_dim, head) for x in copies)
         if not whole.equal(output_of(model, copies[1], 1, batch.class_dim, head)):
             return None  # the model draws random numbers in eval mode too, so that rows cannot be compared
-    except Exception as error:  # a model may raise anything; what it computes in training is tried next
-        return f"{type(error).__name__}: {str(error).split(chr(10), maxsplit=1)[0]}"
+    except Exception:  # it may return something else in eval mode; the subset itself is tried in training mode next
+        return None
     finally:
         for module in training:
             module.training = True
