@@ -44,7 +44,7 @@ def test_the_path_is_that_of_one_process(trained):
         assert_close(found[0][name], expected, 1e-9, name)
 
 
-@pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])
+@pytest.mark.parametrize("rule", ["fixed", "spectral", "auto", "auto, spectral"])
 def test_distributed_checkpoints_restore_everything(found, rule):
     for by_rank in found["distributed_checkpoint"]:
         expected, resumed = by_rank[rule]

@@ -306,17 +306,17 @@ class Automatic(StepRule):
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        kept = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
+        numbers = copy.deepcopy({field.name: getattr(self.rule, field.name) for field in fields(AutoState)})
         moved = set(self.moved)
-        kept["moved"] = [p in moved for p in parameters]
-        return copy.deepcopy(kept | {"pending": [self.pending.get(p) for p in parameters]})
+        pending = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
+        return numbers | {"moved": [p in moved for p in parameters], "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        kept = copy.deepcopy(dict(state))
-        pending = zip(parameters, kept.pop("pending"), strict=True)
-        self.moved = [p for p, moved in zip(parameters, kept.pop("moved"), strict=True) if moved]
-        self.pending = {p: d.to(p.device) for p, d in pending if d is not None}
-        self.rule = replace(self.rule, **kept)
+        numbers = {name: copy.deepcopy(value) for name, value in state.items() if name not in ("moved", "pending")}
+        pending = zip(parameters, state["pending"], strict=True)
+        self.moved = [p for p, moved in zip(parameters, state["moved"], strict=True) if moved]
+        self.pending = {p: d.detach().to(p.device, copy=True) for p, d in pending if d is not None}
+        self.rule = replace(self.rule, **numbers)
 
 
 def _totals(batches: Sequence[Batch]) -> list[float]:
