@@ -11,6 +11,7 @@ On two machines, with the same command on both but for the rank; the first one's
 """
 
 import argparse
+import gc
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,9 @@ def main() -> None:
     if rank == 0:
         print(f"{size} processes, {options.steps} steps: loss {float(loss):.6f}")
     dist.barrier()  # a process whose peers are gone may abort while it closes its connections
+    # What still uses the process group would end its threads later, when these may be waiting for Python: a deadlock.
+    del model, wrapped, criterion, optimizer, loss
+    gc.collect()
     dist.destroy_process_group()
 
 
