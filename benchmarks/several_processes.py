@@ -16,6 +16,7 @@ the backend. "Beyond" is what remains after the triangles of the moments and the
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -158,6 +159,8 @@ def _bytes(held: Any) -> int:
 def work(rank: int, processes: int, way: str, rounds: int, widths: Sequence[int], folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     write(Path(folder) / f"{rank}.csv", measured(rank, processes, way, rounds, widths), columns_of(Row))
+    dist.barrier()  # a process whose peers are gone may abort while it closes its connections
+    gc.collect()  # a model that holds the group would keep its threads, and at exit the process might abort
     dist.destroy_process_group()
 
 

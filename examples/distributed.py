@@ -11,6 +11,7 @@ On two machines, with the same command on both but for the rank; the first one's
 """
 
 import argparse
+import gc
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +27,22 @@ import bprong
 BATCH = 64  # examples of one process
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--checkpoint", type=Path, help="saved every 10 steps; training continues from it")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that processes wait for each other")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def save(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
+    torch.save(state, checkpoint.with_suffix(".part"))
+    os.replace(checkpoint.with_suffix(".part"), checkpoint)  # whole, or as it was
+
+
+def main() -> None:
+    options = arguments()
     # After a restart gloo sometimes fails to connect. This process then ends, and torchrun starts all of them again.
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -58,14 +69,15 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if options.checkpoint is not None and rank == 0 and (step + 1) % 10 == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": step + 1}
-            torch.save(state, options.checkpoint.with_suffix(".part"))
-            os.replace(options.checkpoint.with_suffix(".part"), options.checkpoint)  # whole, or as it was
+            save(options.checkpoint, model, optimizer, step + 1)
     with torch.no_grad():
         loss = criterion(model(x), y)
     if rank == 0:
         print(f"{size} processes, {options.steps} steps: loss {float(loss):.6f}")
     dist.barrier()  # a process whose peers are gone may abort while it closes its connections
+    # What still uses the process group would end its threads later, when these may be waiting for Python: a deadlock.
+    del model, wrapped, criterion, optimizer, loss
+    gc.collect()
     dist.destroy_process_group()
 
 

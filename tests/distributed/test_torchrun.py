@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,25 @@ def start(*arguments, example=()):
     )
 
 
-def loss_of(*processes):
+@contextmanager
+def ended(*launches):
+    """Launches that are still running at the end of the block are ended with their workers, whatever happened."""
+    try:
+        yield
+    finally:
+        for launch in launches:
+            launch.terminate()  # torchrun then ends its workers
+        for launch in launches:
+            launch.communicate(timeout=120)
+
+
+def loss_of(*launches):
     """The loss that one of the launches prints at the end."""
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    (found,) = re.findall(rf"2 processes, {STEPS} steps: loss ([\d.]+)", "".join(outputs))
-    return float(found)
+    with ended(*launches):
+        outputs = [launch.communicate(timeout=240)[0] for launch in launches]
+    assert all(launch.returncode == 0 for launch in launches), "\n".join(outputs)
+    (loss,) = re.findall(rf"2 processes, {STEPS} steps: loss ([\d.]+)", "".join(outputs))
+    return float(loss)
 
 
 def free_port():
@@ -50,12 +64,13 @@ def test_two_launches_are_two_machines(undisturbed):
 def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_where_it_would_have(undisturbed, tmp_path):
     checkpoint = tmp_path / "run.pt"
     restarts = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "20", "--monitor-interval", "0.1"]
-    process = start(*restarts, example=["--checkpoint", str(checkpoint), "--timeout", "10"])
-    until = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
-    assert loss_of(process) == undisturbed
+    launch = start(*restarts, example=["--checkpoint", str(checkpoint), "--timeout", "10"])
+    with ended(launch):
+        until = time.monotonic() + 120
+        while not checkpoint.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(workers_of(launch.pid)[-1], signal.SIGKILL)
+        assert loss_of(launch) == undisturbed
 
 
 def workers_of(launcher):

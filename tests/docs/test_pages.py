@@ -4,6 +4,7 @@ import doctest
 import hashlib
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 WITH_EXAMPLES = [page for page in PAGES if examples_of(page)]
+ENDING = [page for page in WITH_EXAMPLES if "os._exit" in page.read_text(encoding="utf-8")]
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 
@@ -23,11 +25,25 @@ def named(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=named)
+@pytest.mark.parametrize("page", [page for page in WITH_EXAMPLES if page not in ENDING], ids=named)
 def test_the_examples_of_a_page_run_in_their_order(page, capsys):
     names: dict = {}
     for example in examples_of(page):
         example.run(names, lambda: capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("page", ENDING, ids=named)
+def test_examples_that_end_their_process_run_in_one_of_their_own(page, tmp_path):
+    """Not in that of pytest. Nothing comes after the line that ends it, and these pages print nothing."""
+    examples = examples_of(page)
+    script = tmp_path / "page.py"
+    script.write_text("".join(example.code for example in examples), encoding="utf-8")
+    assert script.read_text(encoding="utf-8").endswith("\nos._exit(0)\n")
+    assert not any(example.printed for example in examples)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_an_example_that_prints_something_else_is_caught(tmp_path, capsys):

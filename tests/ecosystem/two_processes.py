@@ -8,19 +8,24 @@ Each rank writes its parameters to OUT.
 
 import sys
 from pathlib import Path
+from subprocess import Popen
 
 import torch
 from torch import nn
 
 import bprong
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "ecosystem"), str(TESTS), str(TESTS / "distributed")]
+from leaving import leave  # noqa: E402
+
 import conftest  # noqa: E402, F401  # makes torchvision importable
 
 EXACT = {"fisher": "exact"}
 
 
-def by_lightning(out: Path, processes: int) -> nn.Module:
+def by_lightning(out: Path, processes: int) -> tuple[nn.Module, list[Popen]]:
+    """The trained model, and the processes that Lightning has started from this one."""
     import lightning
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,10 +56,11 @@ def by_lightning(out: Path, processes: int) -> nn.Module:
     mine = slice(rank, None, processes)
     loader = DataLoader(TensorDataset(x[mine], y[mine]), batch_size=16 // processes)
     trainer.fit(module, loader)
-    return module
+    return module, getattr(trainer.strategy.launcher, "procs", [])
 
 
-def by_trainer(out: Path, processes: int) -> nn.Module:
+def by_trainer(out: Path, processes: int) -> tuple[nn.Module, list[Popen]]:
+    """The trained model; all processes were started by torchrun."""
     from test_frameworks import Examples
     from transformers import Trainer, TrainingArguments
 
@@ -68,11 +74,15 @@ def by_trainer(out: Path, processes: int) -> nn.Module:
     )  # fmt: skip
     data = Examples(language_batches(4))
     Trainer(model, arguments, train_dataset=data, optimizers=(optimizer_of(model), None)).train()
-    return model
+    return model, []
+
+
+def main(way: str, out: Path, processes: int) -> None:
+    model, children = {"lightning": by_lightning, "trainer": by_trainer}[way](out, processes)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.save([p.detach() for p in model.parameters()], out / f"{way}-{processes}-{rank}.pt")
+    leave(children)
 
 
 if __name__ == "__main__":
-    way, out, processes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    trained = {"lightning": by_lightning, "trainer": by_trainer}[way](out, processes)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    torch.save([p.detach() for p in trained.parameters()], out / f"{way}-{processes}-{rank}.pt")
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,6 +1,7 @@
 """whiten_ and fold keep the function of any module tree, and fold gives the stock model back exactly."""
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -166,7 +167,9 @@ def test_a_ddp_model_is_refused_before_and_accepted_after_it_was_whitened(tmp_pa
         ddp = DistributedDataParallel(inner)
         rewhitening = bprong.Rewhitening(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "cross_entropy")
         assert rewhitening.model is inner
+        del ddp, rewhitening  # they hold the group, whose threads are joined by the last one that does
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import tempfile
@@ -104,6 +105,8 @@ def _work(
     except ValueError as error:
         wrong.put(str(error))
         raise SystemExit(2) from None
+    dist.barrier()  # a process whose peers are gone may abort while it closes its connections
+    gc.collect()  # a network that holds the group would keep its threads, and at exit the process might abort
     dist.destroy_process_group()
 
 
