@@ -24,17 +24,25 @@ def check_model(model: object, name: str) -> None:
 
 
 def not_called(model: nn.Module) -> str:
-    """The error of a step whose batch was not seen."""
+    """The error of a step whose batch was not seen: what was seen, and a remedy for each reason."""
+    kind = type(model).__name__
     children = model.named_children()
     trained = [name for name, child in children if any(p.grad is not None for p in child.parameters())]
-    mode = "" if model.training else " (it is in eval mode)"
-    called = f" If your training step calls its {trained[0]!r} instead, give that." if len(trained) == 1 else ""
+    remedies = [
+        "Give the module that you call (the compiled one, if it is compiled)",
+        "If the model is called in another way than model(x), such as by a method or a __call__ of its own, put that "
+        "into `with optimizer.recording() as record:` and call record(output) at a fixed lr",
+        'Where there is no such call, as in eval mode or with lr="auto", use optimizer.observe(x, y) before step()',
+        "If the loss is computed from something other than the first output, name that with output=",
+    ]
+    if len(trained) == 1:
+        remedies.insert(1, f"If your training step calls its {trained[0]!r} instead, give that")
+    if not model.training:
+        remedies.insert(0, f"The {kind} is in eval mode: call its train() first")
+    told = "".join(f"\n- {remedy}" for remedy in remedies)
     return (
-        f"there is no batch to measure: the model given to the optimizer, a {type(model).__name__}, was not "
-        f"called in training mode{mode} with gradients since the last step, or the loss was computed from "
-        f"something other than its output.{called} Give the module that you call (the compiled one, if it "
-        f"is compiled), name the output that the loss is computed from with output=, or use "
-        f"optimizer.observe(x, y); at a fixed lr optimizer.recording() does as well"
+        f"there is no batch to measure: since the last step no call of the model given to the optimizer, a {kind}, was "
+        f"seen in training mode and with gradients that led to those in .grad.{told}"
     )
 
 

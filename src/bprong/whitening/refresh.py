@@ -341,7 +341,11 @@ class Whitening:
         self.covered -= set(layer.parameters)
         self.reasons |= dict.fromkeys(layer.parameters, SEEN_IN_PART)
         if not quiet:
-            warn(f"layer {name!r} follows the fallback rule: {SEEN_IN_PART}")
+            warn(
+                f"layer {name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several times "
+                f"for one loss, such as once for each step of time, put these calls into one module or into "
+                f"`with optimizer.recording()`"
+            )
         for other in list(self.layers.values()):
             if not self.covered.issuperset(other.parameters):
                 self.demote(other.name, quiet)
