@@ -283,6 +283,7 @@ class BPRONG(Optimizer):
                 if not self._acceptable(gradients):
                     return False
                 self._rule.step_(gradients, whitening.layers)
+        self._refused = 0
         whitening.seconds["step"] += time.perf_counter() - start
         return True
 
