@@ -90,9 +90,10 @@ class BPRONG(Optimizer):
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
                       defaults. lr="auto" chooses them along with the step unless they are given
     every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time
-    max_step          a bound on the length √(dᵀFd) of each step d, momentum included. "auto": 0.1 for BPRONG's natural
-                      steps at a fixed lr, which makes them safe at any lr; the default damping is then raised where
-                      few observations are behind the statistics. None: the paper's literal steps
+    max_step          a bound on the length √(dᵀFd) of each step d of the whitened parameters, momentum included; Adam's
+                      steps of other parameters are reduced with it. "auto": 0.1 for BPRONG's natural steps at a fixed
+                      lr, which makes them safe at any lr; the default damping is then raised where few observations
+                      are behind the statistics. A lowered lr lowers the bound. None: the paper's literal steps
     solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
