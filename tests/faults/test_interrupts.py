@@ -73,10 +73,12 @@ def at_call(k: int | None, work: Callable[[], object]) -> int:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_replaced():
-    handler = signal.getsignal(signal.SIGINT)
+    """SIGINT raises KeyboardInterrupt, although a shell may have told a process in the background to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
+    handler = signal.signal(signal.SIGINT, before)
     assert (F.linear, F.conv2d, F.cross_entropy, torch.matmul, Tensor.__matmul__, Tensor.retain_grad) == FUNCTIONS
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert handler is signal.default_int_handler
 
 
 def assert_goes_on(rule: dict[str, Any], interrupts: int, warm_up: int, steps: int) -> None:

@@ -264,6 +264,7 @@ class BPRONG(Optimizer):
             whitening = self._whitening
             whitening.schedule.t += 1
             whitening.due = whitening.schedule.t == whitening.next_due
+            self._batches.observed.clear()  # given although nothing was due
             self._listen()
         else:
             self._forget()
@@ -475,6 +476,7 @@ class BPRONG(Optimizer):
         self._whitening.given = set(self._parameters)
         if "_observes" in vars(self):  # not while the optimizer is made
             self._whitening.cover(self._layers())
+            self._listen()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
