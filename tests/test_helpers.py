@@ -1,10 +1,20 @@
 """Every assertion helper fails where it should."""
 
+import numpy as np
 import pytest
+import sklearn.linear_model
 import torch
+from threadpoolctl import threadpool_info
 
 from helpers import Idle, Woken, assert_close, assert_unchanged, classification, spd
 from training import assert_same_path
+
+
+def test_no_library_uses_more_than_one_thread():
+    sklearn.linear_model.LinearRegression().fit(np.eye(3), np.ones(3))
+    pools = {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
+    assert len(pools) > 1
+    assert set(pools.values()) == {1}, pools
 
 
 def test_assert_close_fails_for_small_differences_other_shapes_and_nan():
