@@ -4,9 +4,9 @@ import os
 # share two cores: threads of BLAS and OpenMP that wait for each other there take many times as long as one thread.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import pytest
+import torch
+from hypothesis import settings
 
 settings.register_profile("bprong", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("bprong")

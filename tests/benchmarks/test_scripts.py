@@ -221,6 +221,7 @@ def test_a_run_that_ends_above_the_untrained_loss_has_diverged():
     assert run.run() == recipes.DIVERGED
 
 
+@pytest.mark.rest
 def test_the_price_of_statistics_is_measured_for_two_codes_in_turns(tmp_path, capsys):
     before = tmp_path / "before"
     before.mkdir()

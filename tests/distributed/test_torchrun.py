@@ -42,6 +42,7 @@ def undisturbed():
     return loss_of(start("--standalone", "--nproc-per-node", "2"))
 
 
+@pytest.mark.rest
 def test_two_launches_are_two_machines(undisturbed):
     address = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     assert loss_of(*(start(*address, "--node-rank", str(node)) for node in range(2))) == undisturbed

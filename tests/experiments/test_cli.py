@@ -50,6 +50,7 @@ def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
     assert main([*DIGITS, "--epochs", "2", "--methods", "sgd", "--out", out, "--resume"]) == 0
 
 
+@pytest.mark.rest
 def test_two_processes_give_the_losses_of_one_and_resume_each_others_runs(tmp_path, capsys):
     """Statistics and gradients are those of the whole batch; no targets are sampled."""
     methods = ["--methods", "sgd,prong,bprong", "--fisher", "exact", "--forward-every", "5"]

@@ -30,8 +30,10 @@ def batches(x, y, size):
         t += 1
 
 
-@pytest.mark.parametrize("phi", ["tanh", "relu"])
-@pytest.mark.parametrize("backward", [False, True], ids=["PRONG", "BPRONG"])
+@pytest.mark.parametrize("phi", ["tanh", pytest.param("relu", marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "backward", [pytest.param(False, id="PRONG", marks=pytest.mark.rest), pytest.param(True, id="BPRONG")]
+)
 def test_every_step_of_200_equals_the_reference(backward, phi):
     model, net = pair(phi)
     bprong.whiten_(model, backward=backward)
@@ -99,7 +101,7 @@ def test_the_whitened_coordinates_themselves_equal_the_reference():
             assert_close(layer.bias_dagger, net.b_dagger[i], 1e-9, f"b†{i} at {t}")
 
 
-@pytest.mark.parametrize("solver", ["cholesky", "symmetric"])
+@pytest.mark.parametrize("solver", ["cholesky", pytest.param("symmetric", marks=pytest.mark.rest)])
 def test_other_solvers_follow_the_reference_path(solver):
     model, net = pair()
     bprong.whiten_(model)
