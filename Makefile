@@ -27,11 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The tests that people run: every module and every promise of docs/guarantees.md, in some minutes.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not rest"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not rest"
 
 # The other tests: whole products of layers, losses and rules, long paths, many processes.
 test-rest: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m rest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m rest
 
 $(ECOSYSTEM_STAMP): pyproject.toml constraints.txt constraints-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)

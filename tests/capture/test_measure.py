@@ -207,8 +207,9 @@ class Flattened(Mixing):
 
 @pytest.mark.parametrize(
     ("model", "shape", "layer"),
-    [(Normalised(), (20, 5), "first"), pytest.param(Flattened(), (6, 4, 3), "inner", marks=pytest.mark.rest)],
+    [(Normalised(), (20, 5), "first"), (Flattened(), (6, 4, 3), "inner")],
 )
+@pytest.mark.rest
 def test_exact_D_is_the_mean_over_samples_also_if_rows_are_not_independent(model, shape, layer):
     x = torch.randn(shape, dtype=torch.float64)
     means = {

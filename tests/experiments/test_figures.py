@@ -50,7 +50,7 @@ def test_four_figures_are_written_as_png_and_svg(tmp_path):
         assert raw.startswith(b"\x89PNG\r\n") if path.suffix == ".png" else ET.fromstring(raw).tag.endswith("svg")
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.rest), "svg"])
 def test_the_same_rows_give_the_same_bytes_with_any_user_settings(suffix):
     first = image(seeds(RUN), TRAIN, suffix)
     with matplotlib.rc_context({"lines.linewidth": 9, "axes.facecolor": "red", "svg.hashsalt": "x", "font.size": 20}):

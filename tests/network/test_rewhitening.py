@@ -76,6 +76,7 @@ def test_every_step_of_200_equals_the_reference(backward, phi):
             assert_close(layer.bias, net.b(i), 1e-9, f"b{i} at {t}")
 
 
+@pytest.mark.rest
 def test_the_whitened_coordinates_themselves_equal_the_reference():
     """U, R, W†, b† can be compared where no eigenvalue is repeated, as both fix the signs of eigenvectors."""
     model, net = pair(widths=(5, 3, 3))  # as few units as classes: no near-degenerate eigenvalues in D
@@ -101,7 +102,8 @@ def test_the_whitened_coordinates_themselves_equal_the_reference():
             assert_close(layer.bias_dagger, net.b_dagger[i], 1e-9, f"b†{i} at {t}")
 
 
-@pytest.mark.parametrize("solver", ["cholesky", pytest.param("symmetric", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("solver", ["cholesky", "symmetric"])
 def test_other_solvers_follow_the_reference_path(solver):
     model, net = pair()
     bprong.whiten_(model)

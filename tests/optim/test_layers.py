@@ -142,7 +142,7 @@ def test_grad_scaler_with_a_skipped_step(problem, skipped):
 
 
 @both
-@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("k", quick_cases([2, 8], 2))
 def test_gradient_accumulation(problem, k):
     """Micro-batches with more padding and with less count by their targets; one may have none at all."""
     big = make(problem)

@@ -173,6 +173,7 @@ with tiny_bench.installed():
 """
 
 
+@pytest.mark.rest
 def test_sigkill_loses_at_most_the_run_in_progress(finished, tmp_path):
     tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", KILLED.format(tests=tests, out=str(tmp_path))]
