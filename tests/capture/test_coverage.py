@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import bprong
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer
 from bprong.linalg.blocks import Blocks, Limits
-from helpers import assert_close
+from helpers import assert_close, quick_cases
 
 
 def tensors_in(state):
@@ -43,7 +43,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_cases(MODELS, "paper", "conv", "transformer"))
 @pytest.mark.parametrize("method", [bprong.BPRONG, pytest.param(bprong.PRONG, marks=pytest.mark.rest)])
 def test_the_predicted_memory_is_the_memory_used(name, method):
     make, (x, y) = MODELS[name]

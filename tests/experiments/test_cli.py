@@ -41,6 +41,7 @@ def test_reproduce_writes_all_its_files(tmp_path, capsys):
     )
 
 
+@pytest.mark.rest
 def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
     out = str(tmp_path / "run")
     assert main([*DIGITS, "--epochs", "1", "--methods", "sgd", "--out", out]) == 0
@@ -173,20 +174,13 @@ def test_the_library_needs_torch_and_numpy_only(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["reproduce", "--help"],
-        pytest.param([*DIGITS, "--epochs", "1", "--methods", "sgd", "--out"], marks=pytest.mark.rest),
-    ],
-    ids=["help", "a run"],
-)
-def test_a_terminal_without_greek_letters_gets_question_marks(arguments, tmp_path):
+@pytest.mark.rest
+def test_a_terminal_without_greek_letters_gets_question_marks(tmp_path):
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
-    out = [str(tmp_path)] if arguments[-1] == "--out" else []
-    command = [sys.executable, "-m", "bprong.cli", *arguments, *out]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "bprong.cli", *DIGITS, "--epochs", "1", "--methods", "sgd", "--out", str(tmp_path)]
+    for arguments in ([*command[:3], "reproduce", "--help"], command):
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_out_that_is_a_file_is_refused(tmp_path, capsys):

@@ -40,6 +40,7 @@ def legend_of(rows, plot=TRAIN):
     return legends_of(rows, plot)[0]
 
 
+@pytest.mark.rest
 def test_four_figures_are_written_as_png_and_svg(tmp_path):
     paths = draw(seeds(RUN), tmp_path)
     names = ["train_loss", "validation_loss", "train_loss_time", "validation_loss_time"]

@@ -120,7 +120,8 @@ def test_a_step_factors_nothing_of_the_size_of_the_layer():
     assert max(step.sizes) <= 12 + 1 + 6  # rows of the batch, one for the mean, a tenth of the coordinates
 
 
-@pytest.mark.parametrize("kind", quick_cases([torch.optim.SGD, torch.optim.Adam], torch.optim.Adam))
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_it_factors_exactly_only_at_the_start_and_after_abrupt_changes(kind):
     x, y = classification(400, 6, 3)
     run = whitened(6, 5, 3, kind=kind)

@@ -117,7 +117,7 @@ def test_the_assertions_fail():
 # Right declarations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lr", RATES)
+@pytest.mark.parametrize("lr", quick_cases(RATES, "auto"))
 @pytest.mark.parametrize(
     ("name", "form"),
     [(name, form) for name in PROBLEMS for form in FORMS if (name, form) != ("numbers", "another module")],
@@ -227,7 +227,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("lr", RATES)
+@pytest.mark.parametrize("lr", quick_cases(RATES, "auto"))
 @pytest.mark.parametrize(
     ("name", "seen"), [(name, seen) for name in OPTIONS for seen in (True, False) if seen or name != "squares, sum"]
 )

@@ -78,7 +78,8 @@ COMPILED = [
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
-@pytest.mark.parametrize(("problem", "given", "backend"), quick_cases(COMPILED, COMPILED[-1]))
+@pytest.mark.parametrize(("problem", "given", "backend"), COMPILED)
+@pytest.mark.rest
 def test_torch_compile(problem, given, backend):
     """If the model was compiled after the optimizer was built, `observe(x, y)` says which targets the loss ignores."""
     model = make(problem, blocks=1)
