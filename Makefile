@@ -18,15 +18,20 @@ MATRIX_TESTS := tests/optim/test_optimizer.py tests/optim/test_contract.py tests
 	tests/optim/test_spectral.py tests/optim/auto tests/capture/test_calls.py tests/network/test_rewhitening.py \
 	tests/network/test_convert.py tests/faults/test_threads_and_tracing.py
 
-.PHONY: test test-ecosystem check docs format matrix package reproduce clean
+.PHONY: test test-rest test-ecosystem check docs format matrix package reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The tests that people run: every module and every promise of docs/guarantees.md, in some minutes.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not rest"
+
+# The other tests: whole products of layers, losses and rules, long paths, many processes.
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m rest
 
 $(ECOSYSTEM_STAMP): pyproject.toml constraints.txt constraints-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)

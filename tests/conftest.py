@@ -1,3 +1,9 @@
+import os
+
+# Before numpy, torch and scikit-learn are loaded, which read these once. Two workers and the processes that they start
+# share two cores: threads of BLAS and OpenMP that wait for each other there take many times as long as one thread.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,7 +14,7 @@ settings.load_profile("bprong")
 
 @pytest.fixture(autouse=True)
 def _reproducible():
-    """Every test has one thread (two workers share two cores), the same seed and the default dtype.
+    """Every test has one thread, the same seed and the default dtype.
 
     Denormals are kept, although the experiment flushes them to zero for the whole process.
     """

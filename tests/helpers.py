@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,13 @@ from bprong import WhitenedLinear
 from bprong.linalg.moments import Moments, Sums
 
 EPS = torch.finfo(torch.float64).eps
+
+
+def quick_cases(cases, *quick):
+    """The cases of a parametrised test, of which `make test` runs those in `quick` and `make test-rest` the others."""
+    assert all(case in cases for case in quick)
+    marks = {True: (), False: (pytest.mark.rest,)}
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in quick]) for case in cases]
 
 
 def assert_close(actual, expected, rtol: float, what: str = "value") -> None:

@@ -1,10 +1,20 @@
 """Every assertion helper fails where it should."""
 
+import numpy as np
 import pytest
+import sklearn.linear_model
 import torch
+from threadpoolctl import threadpool_info
 
-from helpers import Idle, Woken, assert_close, assert_unchanged, classification, spd
+from helpers import Idle, Woken, assert_close, assert_unchanged, classification, quick_cases, spd
 from training import assert_same_path
+
+
+def test_no_library_uses_more_than_one_thread():
+    sklearn.linear_model.LinearRegression().fit(np.eye(3), np.ones(3))
+    pools = {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
+    assert len(pools) > 1
+    assert set(pools.values()) == {1}, pools
 
 
 def test_assert_close_fails_for_small_differences_other_shapes_and_nan():
@@ -26,6 +36,14 @@ def test_assert_unchanged_fails_for_a_change_of_one_bit_and_for_other_names():
         assert_unchanged(a, {"w": torch.ones(2).nextafter(torch.full((2,), 2.0))})
     with pytest.raises(AssertionError):
         assert_unchanged(a, {"v": torch.ones(2)})
+
+
+def test_cases_that_are_not_quick_are_marked():
+    cases = quick_cases([1, (2, "b"), 3], (2, "b"))
+    assert [case.values for case in cases] == [(1,), (2, "b"), (3,)]
+    assert [[mark.name for mark in case.marks] for case in cases] == [["rest"], [], ["rest"]]
+    with pytest.raises(AssertionError):
+        quick_cases([1, 2], 3)
 
 
 def test_the_problems_are_as_documented():

@@ -115,6 +115,7 @@ def test_no_script_shadows_a_module():
     assert not taken & {*SCRIPTS, "harness", "problems"}
 
 
+@pytest.mark.rest
 def test_scripts_run_as_modules_find_the_harness():
     command = [sys.executable, "-c", "import benchmarks, harness.training"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -132,6 +133,7 @@ def test_a_quick_run_writes_rows_and_is_not_repeated(tmp_path, capsys):
     assert (tmp_path / "auto-many.csv").read_text() == written
 
 
+@pytest.mark.rest
 def test_a_race_is_not_run_twice_and_says_which_methods_cannot_run(tmp_path, capsys, monkeypatch):
     script = importlib.import_module("modern_networks")
     monkeypatch.setitem(script.METHODS, "soap", replace(script.METHODS["soap"], needs="no_such_package"))
@@ -221,6 +223,7 @@ def test_a_run_that_ends_above_the_untrained_loss_has_diverged():
     assert run.run() == recipes.DIVERGED
 
 
+@pytest.mark.rest
 def test_the_price_of_statistics_is_measured_for_two_codes_in_turns(tmp_path, capsys):
     before = tmp_path / "before"
     before.mkdir()

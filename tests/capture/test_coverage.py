@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import bprong
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer
 from bprong.linalg.blocks import Blocks, Limits
-from helpers import assert_close
+from helpers import assert_close, quick_cases
 
 
 def tensors_in(state):
@@ -43,8 +43,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", [bprong.BPRONG, bprong.PRONG])
+@pytest.mark.parametrize("name", quick_cases(MODELS, "paper", "conv", "transformer"))
+@pytest.mark.parametrize("method", [bprong.BPRONG, pytest.param(bprong.PRONG, marks=pytest.mark.rest)])
 def test_the_predicted_memory_is_the_memory_used(name, method):
     make, (x, y) = MODELS[name]
     model = make()
@@ -208,6 +208,7 @@ print(layers["0"].forward.factor.inverse.shape, layers["2"].backward.factor.inve
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.rest
 def test_fifty_thousand_inputs_and_outputs_fit():
     done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

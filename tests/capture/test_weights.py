@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from helpers import SelfAttention, assert_close, mlp, snapshot
+from helpers import SelfAttention, assert_close, mlp, quick_cases, snapshot
 from layered import Attention, OneHot, assert_one_path, walk
 from training import EXACT
 
@@ -56,10 +56,10 @@ class Attending(nn.Module):
         return self.head(self.attention(*given, need_weights=False)[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("self", (4, 4)), ("memory", (4, 4)), ("memory", (5, 5)), ("three", (4, 4)), ("three", (5, 6))],
-)
+ATTENTIONS = [("self", (4, 4)), ("memory", (4, 4)), ("memory", (5, 5)), ("three", (4, 4)), ("three", (5, 6))]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), quick_cases(ATTENTIONS, ATTENTIONS[0], ATTENTIONS[-1]))
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_is_its_projections(kind, bias, sizes):
     mha = nn.MultiheadAttention(4, 2, bias=bias, kdim=sizes[0], vdim=sizes[1], batch_first=True)

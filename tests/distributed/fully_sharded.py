@@ -55,14 +55,15 @@ def training(case, wrap=sharded, **arguments):
     return model, optimizer, step
 
 
-def named(size):
-    return NAMES if size == 2 else ["drift", "auto, transformer"]
+def some_paths(rank, size):
+    """A case of each step rule."""
+    return paths(rank, size, ("drift", "spectral transformer", "auto, transformer"))
 
 
-def paths(rank, size):
+def paths(rank, size, names=NAMES):
     """The parameters at the end of some of the cases."""
     found = {}
-    for name in named(size):
+    for name in names:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, _, step = training(SHARDED_CASES[name])

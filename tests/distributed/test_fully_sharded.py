@@ -13,20 +13,39 @@ import bprong
 from helpers import assert_close
 
 FUNCTIONS = (
-    "distributed_checkpoint", "memory", "a_batch_that_is_not_finite", "validated_between_backward_and_step",
-    "other_models", "mixed_precision", "refused",
+    "some_paths", "memory", "a_batch_that_is_not_finite", "validated_between_backward_and_step", "other_models",
+    "refused",
 )  # fmt: skip
+SLOW_FUNCTIONS = ("distributed_checkpoint", "mixed_precision")
+LAUNCHES = [
+    pytest.param((2, None), id="two ranks"),
+    pytest.param((2, "paths"), id="two ranks, all cases", marks=pytest.mark.rest),
+    pytest.param((1, "some_paths"), id="one rank", marks=pytest.mark.rest),
+    pytest.param((4, "some_paths"), id="four ranks", marks=pytest.mark.rest),
+]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["one rank", "two ranks", "four ranks"])
-def trained(request):
-    (found,) = launch.run(request.param, "fully_sharded:paths")
-    return request.param, found
+def results_of(functions):
+    return dict(zip(functions, launch.run(2, *(f"fully_sharded:{name}" for name in functions)), strict=True))
 
 
 @pytest.fixture(scope="module")
 def found():
-    return dict(zip(FUNCTIONS, launch.run(2, *(f"fully_sharded:{name}" for name in FUNCTIONS)), strict=True))
+    return results_of(FUNCTIONS)
+
+
+@pytest.fixture(scope="module")
+def found_slowly():
+    return results_of(SLOW_FUNCTIONS)
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def trained(request):
+    size, function = request.param
+    if function is None:  # these processes have other things to do as well
+        return size, request.getfixturevalue("found")["some_paths"]
+    (paths,) = launch.run(size, f"fully_sharded:{function}")
+    return size, paths
 
 
 def alone(case):
@@ -37,7 +56,8 @@ def alone(case):
 
 def test_the_path_is_that_of_one_process(trained):
     size, found = trained
-    for name in fully_sharded.named(size):
+    assert len(found[0]) >= 3
+    for name in found[0]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = cases.parameters(cases.train(fully_sharded.SHARDED_CASES[name], size)[0])
@@ -45,8 +65,9 @@ def test_the_path_is_that_of_one_process(trained):
 
 
 @pytest.mark.parametrize("rule", ["fixed", "spectral", "auto", "auto, spectral"])
-def test_distributed_checkpoints_restore_everything(found, rule):
-    for by_rank in found["distributed_checkpoint"]:
+@pytest.mark.rest
+def test_distributed_checkpoints_restore_everything(found_slowly, rule):
+    for by_rank in found_slowly["distributed_checkpoint"]:
         expected, resumed = by_rank[rule]
         assert torch.equal(expected, resumed)
 
@@ -77,8 +98,9 @@ def test_other_models_take_the_path_of_one_process(found, name, kind):
 
 
 @pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])
-def test_mixed_precision_trains_as_full_precision_does(found, rule):
-    for by_rank in found["mixed_precision"]:
+@pytest.mark.rest
+def test_mixed_precision_trains_as_full_precision_does(found_slowly, rule):
+    for by_rank in found_slowly["mixed_precision"]:
         full, mixed = by_rank[rule]
         assert abs(mixed - full) < 0.05 * full
         assert full < 1.05  # less than at the start

@@ -56,11 +56,13 @@ def undisturbed():
     return loss_of(start("--standalone", "--nproc-per-node", "2"))
 
 
+@pytest.mark.rest
 def test_two_launches_are_two_machines(undisturbed):
     address = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     assert loss_of(*(start(*address, "--node-rank", str(node)) for node in range(2))) == undisturbed
 
 
+@pytest.mark.rest
 def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_where_it_would_have(undisturbed, tmp_path):
     checkpoint = tmp_path / "run.pt"
     restarts = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "20", "--monitor-interval", "0.1"]

@@ -18,6 +18,10 @@ PAGES = sorted(DOCS.rglob("*.md"))
 WITH_EXAMPLES = [page for page in PAGES if examples_of(page)]
 ENDING = [page for page in WITH_EXAMPLES if "os._exit" in page.read_text(encoding="utf-8")]
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+SLOW = (  # starts torchrun twice, and says so in its row
+    "test_torchrun.py",
+    "test_a_worker_that_is_killed_is_replaced_and_the_run_ends_where_it_would_have",
+)
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 
 
@@ -77,6 +81,19 @@ def test_the_tests_that_a_page_names_exist(page):
         path = ROOT / "tests" / file
         assert path.exists(), file
         assert re.search(rf"^def {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("page", ["compatibility.md", "guarantees.md"])
+def test_a_test_that_a_page_names_is_run_by_make_test(page, request):
+    """At least one of its cases is not marked `rest`. A test in `ecosystem/` has a command of its own."""
+    if request.config.option.file_or_dir or request.config.option.keyword:
+        pytest.skip("only some of the tests were collected")
+    collected = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    quick = {(item.path, item.originalname) for item in collected if item.get_closest_marker("rest") is None}
+    names = TEST.findall((DOCS / page).read_text(encoding="utf-8"))
+    ours = {(ROOT / "tests" / file, name) for file, name in names if not file.startswith("ecosystem/")}
+    assert len(ours) > 40
+    assert [f"{path}::{name}" for path, name in ours - quick if (path.name, name) != SLOW] == []
 
 
 @pytest.mark.parametrize("page", ["compatibility.md", "guarantees.md"])

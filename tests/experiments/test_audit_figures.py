@@ -63,6 +63,7 @@ def test_eigenvalues_are_drawn_from_the_largest_and_explained_in_the_legend():
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.rest
 def test_the_same_matrices_give_the_same_bytes(suffix):
     first, second = (render(lambda: matrices_figure(identities(30), [30]), suffix, {"svg.hashsalt": "a"}) for _ in "ab")
     assert first == second

@@ -41,6 +41,7 @@ def test_reproduce_writes_all_its_files(tmp_path, capsys):
     )
 
 
+@pytest.mark.rest
 def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
     out = str(tmp_path / "run")
     assert main([*DIGITS, "--epochs", "1", "--methods", "sgd", "--out", out]) == 0
@@ -50,6 +51,7 @@ def test_a_finished_run_is_not_overwritten_but_can_be_resumed(tmp_path, capsys):
     assert main([*DIGITS, "--epochs", "2", "--methods", "sgd", "--out", out, "--resume"]) == 0
 
 
+@pytest.mark.rest
 def test_two_processes_give_the_losses_of_one_and_resume_each_others_runs(tmp_path, capsys):
     """Statistics and gradients are those of the whole batch; no targets are sampled."""
     methods = ["--methods", "sgd,prong,bprong", "--fisher", "exact", "--forward-every", "5"]
@@ -125,6 +127,7 @@ def test_audit_prints_tables_and_writes_figures_and_numbers(tmp_path, capsys):
     assert distance["bidirectional"] < distance["whitened"] < distance["plain"]
 
 
+@pytest.mark.rest
 def test_audit_of_a_runs_checkpoint(tmp_path, capsys):
     run = tmp_path / "run"
     out = tmp_path / "audit"
@@ -154,6 +157,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path):
     assert install_command("experiments") in done.stderr
 
 
+@pytest.mark.rest
 def test_without_the_extra_it_knows_its_version(tmp_path):
     done = without_matplotlib(tmp_path, "--version")
     assert (done.returncode, done.stdout) == (0, f"bprong {bprong.__version__}\n")
@@ -170,6 +174,7 @@ def test_the_library_needs_torch_and_numpy_only(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.rest
 def test_a_terminal_without_greek_letters_gets_question_marks(tmp_path):
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bprong.cli", *DIGITS, "--epochs", "1", "--methods", "sgd", "--out", str(tmp_path)]
@@ -185,6 +190,7 @@ def test_out_that_is_a_file_is_refused(tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.rest
 def test_the_report_says_how_this_data_was_scaled(tmp_path):
     out = tmp_path / "run"
     main([*DIGITS, "--epochs", "1", "--methods", "bprong", "--statistics", "99999", "--out", str(out)])

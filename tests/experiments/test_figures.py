@@ -40,6 +40,7 @@ def legend_of(rows, plot=TRAIN):
     return legends_of(rows, plot)[0]
 
 
+@pytest.mark.rest
 def test_four_figures_are_written_as_png_and_svg(tmp_path):
     paths = draw(seeds(RUN), tmp_path)
     names = ["train_loss", "validation_loss", "train_loss_time", "validation_loss_time"]
@@ -50,7 +51,7 @@ def test_four_figures_are_written_as_png_and_svg(tmp_path):
         assert raw.startswith(b"\x89PNG\r\n") if path.suffix == ".png" else ET.fromstring(raw).tag.endswith("svg")
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.rest), "svg"])
 def test_the_same_rows_give_the_same_bytes_with_any_user_settings(suffix):
     first = image(seeds(RUN), TRAIN, suffix)
     with matplotlib.rc_context({"lines.linewidth": 9, "axes.facecolor": "red", "svg.hashsalt": "x", "font.size": 20}):

@@ -255,11 +255,31 @@ def output_of(command: list[str], seconds: float) -> str:
     return output.decode()
 
 
-def test_a_program_that_hangs_is_killed(tmp_path):
-    with pytest.raises(subprocess.TimeoutExpired):
-        output_of(["sh", "-c", f"(sleep 0.5; touch {tmp_path}/late) & sleep 9"], seconds=0.2)
-    time.sleep(0.6)
-    assert list(tmp_path.iterdir()) == []
+def test_a_program_that_hangs_is_killed_with_its_child_processes(tmp_path):
+    """A child process holds a pipe open for writing. It is read to its end once nobody does so."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            output_of(["sh", "-c", f"sleep 60 > {pipe} & sleep 60"], seconds=0.3)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 1)  # this process has it open
+        os.close(writer)
+        until = time.monotonic() + 30
+        while not is_at_its_end(reader) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert is_at_its_end(reader)
+    finally:
+        os.close(reader)
+
+
+def is_at_its_end(pipe: int) -> bool:
+    try:
+        return os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
 
 
 def visit(browser: str, path: Path, folder: Path) -> tuple[str, list[str]]:

@@ -42,6 +42,7 @@ def without_seconds(rows):
     return [(r.method, r.seed, r.epoch, r.step, r.train_loss, r.val_loss, r.val_accuracy) for r in rows]
 
 
+@pytest.mark.rest
 def test_all_methods_start_equal_and_bprong_has_the_lowest_loss_on_digits(digits, tmp_path):
     rows = run(Config(epochs=3, seeds=2, whitening=QUICK), digits, tmp_path, Progress())
     assert len(rows) == 8 * 2 * 4
@@ -235,6 +236,7 @@ COMMAND = [sys.executable, "-m", "bprong.cli", "reproduce", "--data", "digits", 
            "--backward-every", "10", "--backward-offset", "5", "--threads", "1"]  # fmt: skip
 
 
+@pytest.mark.rest
 def test_a_run_killed_at_random_moments_resumes_to_the_same_results(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole = subprocess.run(
@@ -312,6 +314,7 @@ def test_bars_count_epochs_of_all_seeds(columns):
         assert ("updates/s" in task.fields["numbers"]) == (columns > 100)
 
 
+@pytest.mark.rest
 def test_denormals_are_flushed_on_every_thread():
     code = (
         "import torch; from bprong.experiments.reproduce import set_up_torch; from bprong.experiments.data import load;"

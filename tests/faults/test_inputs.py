@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import bprong
 from bprong.errors import WhiteningWarning
-from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
+from helpers import assert_close, assert_unchanged, classification, mlp, quick_cases, snapshot
 from paths import Rate, path, seeded
 from training import EXACT
 
@@ -179,7 +179,7 @@ class NoisyRouting(nn.Module):
 
 
 @RATES
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick_cases(range(6), 0, 1))
 @pytest.mark.parametrize("make", [LayerDrop, lambda: NoisyRouting(5.0)], ids=["LayerDrop", "noisy routing"])
 def test_layers_that_are_used_at_random_train(lr: Rate, seed: int, make: Callable[[], nn.Module]) -> None:
     """A few examples, so that some experts have none in one pass and some in another."""

@@ -99,6 +99,7 @@ def kept_numbers() -> int:
     return sum(found.values()) // 8
 
 
+@pytest.mark.rest
 def test_moments_do_not_add_up_in_memory_over_micro_batches() -> None:
     """Each has five second moments of 20 × 20, and outputs of 30 × 3."""
     x, y = classification(240, 20, 3)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import bprong
 from bprong.errors import WhiteningWarning
-from helpers import classification, mlp
+from helpers import classification, mlp, quick_cases
 
 X, Y = classification(60, 5, 3)
 
@@ -71,9 +71,9 @@ def preserving(weight: float, kind: str, seed: int) -> tuple[nn.Module, Callable
     return model, loss
 
 
-@pytest.mark.parametrize("weight", [1.0, 100.0, 1e3, 1e4])
+@pytest.mark.parametrize("weight", quick_cases([1.0, 100.0, 1e3, 1e4], 1e4))
 @pytest.mark.parametrize("kind", SECOND)
-@pytest.mark.parametrize("batch", [60, 10])
+@pytest.mark.parametrize("batch", quick_cases([60, 10], 10))
 def test_a_large_loss_on_a_second_head_does_not_end_above_its_start(weight: float, kind: str, batch: int) -> None:
     """At the start it is zero, and has no gradient that would tell of its curvature."""
     losses = train(*preserving(weight, kind, seed=0), steps=30, batch=batch)

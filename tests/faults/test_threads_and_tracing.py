@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
-from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
+from helpers import assert_close, assert_unchanged, classification, mlp, quick_cases, snapshot
 from training import EXACT, train
 
 RATES = pytest.mark.parametrize("lr", [0.1, "auto"])
@@ -135,8 +135,11 @@ WAYS: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
+MOMENTS = ["before the first step", "between two steps", "after the backward pass"]
+
+
 @RATES
-@pytest.mark.parametrize("moment", ["before the first step", "between two steps", "after the backward pass"])
+@pytest.mark.parametrize("moment", quick_cases(MOMENTS, "after the backward pass"))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_may_be_traced_while_an_optimizer_is_attached(lr: Rate, moment: str, way: str) -> None:
     """The trace computes what the model does, and training goes on as if there had been none."""
@@ -245,7 +248,7 @@ def training(seed: int, lr: Rate, steps: int = 12) -> Callable[[], dict[str, Ten
 
 
 @RATES
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", quick_cases([2, 4], 2))
 @pytest.mark.usefixtures("_frequent_switches")
 def test_models_trained_in_several_threads_take_the_paths_that_they_take_alone(lr: Rate, threads: int) -> None:
     expected = [training(seed, lr)() for seed in range(threads)]

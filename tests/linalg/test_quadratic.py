@@ -1,6 +1,7 @@
 """The minimum of a small quadratic model within bounds, against brute force."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -28,15 +29,18 @@ def value(A, b, c):
 
 def searched(A, b, most, sweeps=20000):
     """The minimum by coordinate descent within the bounds, which is slow but converges on a convex problem."""
-    c = torch.zeros_like(b)
+    rows = A.tolist()  # numbers of Python: thousands of operations on tensors of three numbers take much longer
+    slopes = b.tolist()
+    c = [0.0] * len(slopes)
     for _ in range(sweeps):
-        before = c.clone()
-        for i in range(len(b)):
-            if A[i, i] > 0:
-                c[i] = float((c[i] - (A[i] @ c + b[i]) / A[i, i]).clamp(0, most[i]))
-        if torch.equal(before, c):
+        before = list(c)
+        for i, row in enumerate(rows):
+            if row[i] > 0:
+                slope = sum(map(operator.mul, row, c)) + slopes[i]
+                c[i] = min(max(c[i] - slope / row[i], 0.0), most[i])
+        if c == before:
             break
-    return c
+    return torch.tensor(c, dtype=b.dtype)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -14,7 +14,7 @@ from bprong import Damping, WhiteningWarning
 from bprong.linalg.damped_inverse import root_of
 from bprong.network.continuous import centred_rows
 from bprong.network.layers import WhitenedLayer
-from helpers import assert_close, assert_unchanged, classification, input_moments, layers_of, mlp, snapshot
+from helpers import assert_close, assert_unchanged, classification, input_moments, layers_of, mlp, quick_cases, snapshot
 
 NOW = {"refresh": "continuous", "forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
@@ -39,6 +39,7 @@ def train(model, optimizer, rewhitening, x, y, steps):
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+@pytest.mark.rest
 def test_500_steps_keep_the_function(dtype, off):
     x, _ = classification(200, 12, 3, dtype=dtype)
     x[:, ::5] = 0.7
@@ -119,6 +120,7 @@ def test_a_step_factors_nothing_of_the_size_of_the_layer():
     assert max(step.sizes) <= 12 + 1 + 6  # rows of the batch, one for the mean, a tenth of the coordinates
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_it_factors_exactly_only_at_the_start_and_after_abrupt_changes(kind):
     x, y = classification(400, 6, 3)
@@ -150,7 +152,7 @@ def distance(U, z):
 
 
 @pytest.mark.parametrize("damping", [0.1, Damping(0.1, "variance")])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("kind", quick_cases([torch.optim.SGD, torch.optim.Adam], torch.optim.Adam))
 def test_resuming_continues_bit_for_bit(kind, damping):
     x, y = classification(200, 5, 3)
     options = {"forward_damping": damping, "backward_damping": damping, "kind": kind}

@@ -147,7 +147,7 @@ def test_the_audit_covers_linear_layers_only():
     assert set(report["layers"]) == {"5"}
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.rest), 0.8])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_optimizer_follows_the_same_path_as_the_paper_network(form, momentum):
     """Forty steps from the same start, with refreshes of both sides: outputs agree to 1e-8."""

@@ -30,8 +30,10 @@ def batches(x, y, size):
         t += 1
 
 
-@pytest.mark.parametrize("phi", ["tanh", "relu"])
-@pytest.mark.parametrize("backward", [False, True], ids=["PRONG", "BPRONG"])
+@pytest.mark.parametrize("phi", ["tanh", pytest.param("relu", marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "backward", [pytest.param(False, id="PRONG", marks=pytest.mark.rest), pytest.param(True, id="BPRONG")]
+)
 def test_every_step_of_200_equals_the_reference(backward, phi):
     model, net = pair(phi)
     bprong.whiten_(model, backward=backward)
@@ -74,6 +76,7 @@ def test_every_step_of_200_equals_the_reference(backward, phi):
             assert_close(layer.bias, net.b(i), 1e-9, f"b{i} at {t}")
 
 
+@pytest.mark.rest
 def test_the_whitened_coordinates_themselves_equal_the_reference():
     """U, R, W†, b† can be compared where no eigenvalue is repeated, as both fix the signs of eigenvectors."""
     model, net = pair(widths=(5, 3, 3))  # as few units as classes: no near-degenerate eigenvalues in D
@@ -99,6 +102,7 @@ def test_the_whitened_coordinates_themselves_equal_the_reference():
             assert_close(layer.bias_dagger, net.b_dagger[i], 1e-9, f"b†{i} at {t}")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("solver", ["cholesky", "symmetric"])
 def test_other_solvers_follow_the_reference_path(solver):
     model, net = pair()

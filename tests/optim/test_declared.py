@@ -16,7 +16,7 @@ from torch import nn
 import bprong
 from bprong.errors import WhiteningWarning
 from bprong.optim.declared import possible_ratios
-from helpers import classification, mlp, snapshot
+from helpers import classification, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path
 
 RATES = [0.01, "auto"]
@@ -117,7 +117,7 @@ def test_the_assertions_fail():
 # Right declarations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lr", RATES)
+@pytest.mark.parametrize("lr", quick_cases(RATES, "auto"))
 @pytest.mark.parametrize(
     ("name", "form"),
     [(name, form) for name in PROBLEMS for form in FORMS if (name, form) != ("numbers", "another module")],
@@ -227,7 +227,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("lr", RATES)
+@pytest.mark.parametrize("lr", quick_cases(RATES, "auto"))
 @pytest.mark.parametrize(
     ("name", "seen"), [(name, seen) for name in OPTIONS for seen in (True, False) if seen or name != "squares, sum"]
 )
@@ -239,8 +239,8 @@ def test_options_are_taken_into_account(name, seen, lr):
 
 
 @pytest.mark.parametrize("lr", RATES)
-@pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("form", quick_cases(["module", "function"], "function"))
+@pytest.mark.parametrize("name", quick_cases(PROBLEMS, "classes", "numbers"))
 def test_accumulated_losses_may_be_divided_by_their_number_or_not(name, form, lr):
     problem = PROBLEMS[name]
     declared, loss = problem.declared(form)
@@ -250,8 +250,8 @@ def test_accumulated_losses_may_be_divided_by_their_number_or_not(name, form, lr
 
 
 @pytest.mark.parametrize("lr", RATES)
-@pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("form", quick_cases(["module", "function"], "function"))
+@pytest.mark.parametrize("name", quick_cases(PROBLEMS, "classes", "numbers"))
 def test_clipped_gradients_are_not_another_loss(name, form, lr):
     problem = PROBLEMS[name]
     declared, loss = problem.declared(form)
@@ -289,16 +289,16 @@ def trained_with_a_scaler(name, form, lr, skipped=(), clip=None):
 
 
 @pytest.mark.parametrize("lr", RATES)
-@pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("form", quick_cases(["module", "function"], "function"))
+@pytest.mark.parametrize("name", quick_cases(PROBLEMS, "classes", "numbers"))
 def test_mixed_precision_with_skipped_steps_is_silent(name, form, lr):
     losses = trained_with_a_scaler(name, form, lr, skipped=(0, 3))
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("lr", RATES)
-@pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("form", quick_cases(["module", "function"], "function"))
+@pytest.mark.parametrize("name", quick_cases(PROBLEMS, "classes", "numbers"))
 def test_mixed_precision_with_clipped_gradients_is_silent(name, form, lr):
     losses = trained_with_a_scaler(name, form, lr, clip=0.1)
     assert losses[-1] < losses[0]
@@ -571,7 +571,7 @@ def run_with(factor, name, form, steps):
     return Run(problem.start(), declared, lambda f, y: factor * loss(f, y), problem.y, "auto", steps=steps)
 
 
-@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("factor", quick_cases(FACTORS, 10.0))
 @pytest.mark.parametrize("form", ["module", "function"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_factor_changes_nothing_without_a_learning_rate_if_it_is_measured(name, form, factor):

@@ -11,22 +11,28 @@ import torch
 from torch import nn
 
 import bprong
-from helpers import assert_close, assert_unchanged, snapshot
+from helpers import assert_close, assert_unchanged, quick_cases, snapshot
 from layered import CLASSES, build, data, loss_of, make, path, train, written_out
 from training import EXACT, assert_same_path, default_backend
 
-both = pytest.mark.parametrize("problem", ["conv", "transformer"])
+both = pytest.mark.parametrize("problem", quick_cases(["conv", "transformer"], "transformer"))
 
 
 # The path -------------------------------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize(
-    ("kind", "lr_bias", "frozen"),
-    [(bprong.BPRONG, 0.05, None), (bprong.BPRONG, 0.01, None), (bprong.BPRONG, 0.05, "weight"),
-     (bprong.BPRONG, 0.01, "bias"), (bprong.PRONG, 0.05, None), (bprong.PRONG, 0.01, "bias")],
-)  # fmt: skip
+GROUPS = [
+    (bprong.BPRONG, 0.05, None),
+    (bprong.BPRONG, 0.01, None),
+    (bprong.BPRONG, 0.05, "weight"),
+    (bprong.BPRONG, 0.01, "bias"),
+    (bprong.PRONG, 0.05, None),
+    (bprong.PRONG, 0.01, "bias"),
+]
+
+
+@pytest.mark.parametrize("problem", ["conv", "transformer"])
+@pytest.mark.parametrize(("kind", "lr_bias", "frozen"), quick_cases(GROUPS, GROUPS[1], GROUPS[3]))
 def test_the_network_written_out_and_groups_of_their_own(problem, kind, lr_bias, frozen):
     """Weights and biases in two groups with an lr of their own, some frozen: as the same groups of linear layers."""
     outputs = []
@@ -62,12 +68,18 @@ def test_activation_checkpointing(problem, reentrant):
     assert_same_path(path(problem, checkpointed), path(problem, make(problem)), 1e-9)
 
 
+COMPILED = [
+    ("conv", "compiled", default_backend()),
+    ("conv", "in place", "aot_eager"),
+    ("conv", "inner", "aot_eager"),
+    ("transformer", "compiled", "aot_eager"),
+    ("transformer", "inner, observed", "aot_eager"),
+]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
-@pytest.mark.parametrize(
-    ("problem", "given", "backend"),
-    [("conv", "compiled", default_backend()), ("conv", "in place", "aot_eager"), ("conv", "inner", "aot_eager"),
-     ("transformer", "compiled", "aot_eager"), ("transformer", "inner, observed", "aot_eager")],
-)  # fmt: skip
+@pytest.mark.parametrize(("problem", "given", "backend"), COMPILED)
+@pytest.mark.rest
 def test_torch_compile(problem, given, backend):
     """If the model was compiled after the optimizer was built, `observe(x, y)` says which targets the loss ignores."""
     model = make(problem, blocks=1)
@@ -131,7 +143,7 @@ def test_grad_scaler_with_a_skipped_step(problem, skipped):
 
 
 @both
-@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("k", quick_cases([2, 8], 2))
 def test_gradient_accumulation(problem, k):
     """Micro-batches with more padding and with less count by their targets; one may have none at all."""
     big = make(problem)

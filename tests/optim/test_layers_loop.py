@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 import bprong
 from bprong.errors import WhiteningWarning
-from helpers import assert_close, assert_unchanged, snapshot
+from helpers import assert_close, assert_unchanged, quick_cases, snapshot
 from layered import build, data, loss_of, make, path, train
 from training import EXACT, assert_same_path
 
-both = pytest.mark.parametrize("problem", ["conv", "transformer"])
+both = pytest.mark.parametrize("problem", quick_cases(["conv", "transformer"], "transformer"))
 
 
 @both

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import assert_close, assert_unchanged, snapshot
+from helpers import assert_close, assert_unchanged, quick_cases, snapshot
 from layered import build, data, make, train
 
-both = pytest.mark.parametrize("problem", ["conv", "transformer"])
+both = pytest.mark.parametrize("problem", quick_cases(["conv", "transformer"], "transformer"))
 
 RESUME = """
 import sys, torch
@@ -37,6 +37,7 @@ def resumable(problem):
 
 
 @both
+@pytest.mark.rest
 def test_checkpoints(problem, tmp_path):
     model, optimizer, batches = resumable(problem)
     train(model, optimizer, batches[:17])

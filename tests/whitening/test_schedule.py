@@ -293,6 +293,7 @@ def test_a_step_without_a_measurement_calls_the_model_once():
     assert len(calls) == 10
 
 
+@pytest.mark.rest
 def test_refreshing_by_drift_trains_as_well_as_at_every_period():
     x, y = data(1000)
     losses = {}

@@ -18,7 +18,7 @@ from bprong.likelihood.loss import declared_loss
 from bprong.optim.auto import evaluation
 from bprong.optim.auto.evaluation import evaluate, evaluated_counts
 from bprong.optim.auto.settings import SETTINGS
-from helpers import assert_unchanged, mlp, snapshot
+from helpers import assert_unchanged, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches
 
 
@@ -88,7 +88,7 @@ def test_targets_of_several_batches_are_counted_together():
     assert evaluated_counts([first, second], likelihood, everything=False) == [8, 0]
 
 
-@pytest.mark.parametrize("size", [16, 100])
+@pytest.mark.parametrize("size", quick_cases([16, 100], 100))
 @pytest.mark.parametrize("given", [False, True])
 def test_a_flattened_output_gives_the_same_path(size, given):
     """(B, T, m) and (B·T, m) have the same targets; of a hundred examples a part is evaluated."""
@@ -256,7 +256,7 @@ def undivided(made, steps, resume=None):
     return model, optimizer
 
 
-@pytest.mark.parametrize("made", [recurrent, masked, graph, lengths])
+@pytest.mark.parametrize("made", quick_cases([recurrent, masked, graph, lengths], masked, graph))
 def test_a_batch_that_cannot_be_divided_is_evaluated_whole_with_one_warning(made, monkeypatch):
     """In float64, where an LSTM has forward-mode AD, there is no other warning."""
     with pytest.warns(WhiteningWarning) as warned:

@@ -370,6 +370,7 @@ def test_damping_has_no_bounds_that_matter(settings):
     assert rule.lam == pytest.approx(expected)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("came_true", [0, 1])
 def test_damping_neither_vanishes_nor_overflows(came_true, settings):
     rule = rule_of(settings)

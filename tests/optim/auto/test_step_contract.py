@@ -15,7 +15,7 @@ import bprong
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
 from bprong.optim.auto.settings import SETTINGS
-from helpers import assert_close, assert_unchanged, mlp, snapshot
+from helpers import assert_close, assert_unchanged, mlp, quick_cases, snapshot
 from training import batches, train
 
 # Learning rates -------------------------------------------------------------------------------------------------------
@@ -100,8 +100,11 @@ def test_schedulers_run(name):
 # Checkpoints and copies -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("t", [1, 7, 21, 23, 25])
-@pytest.mark.parametrize(("decay", "dtype"), [(0.0, torch.float64), (0.01, torch.float64), (0.0, torch.bfloat16)])
+KEPT = [(0.0, torch.float64), (0.01, torch.float64), (0.0, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("t", quick_cases([1, 7, 21, 23, 25], 7, 23))
+@pytest.mark.parametrize(("decay", "dtype"), quick_cases(KEPT, KEPT[1]))
 def test_training_resumes_bit_for_bit(t, decay, dtype):
     """Right after an evaluation (1, 7, 21) and between two (23, 25); the LayerNorm follows Adam's rule."""
 
@@ -127,7 +130,7 @@ def test_training_resumes_bit_for_bit(t, decay, dtype):
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("t", [4, 22])
+@pytest.mark.parametrize("t", quick_cases([4, 22], 22))
 def test_copies_continue_alike(clone, t):
     """Gradients are clipped, which the copy must notice at its own parameters."""
 
@@ -148,7 +151,7 @@ def test_copies_continue_alike(clone, t):
     assert_unchanged(snapshot(model), snapshot(other))
 
 
-@pytest.mark.parametrize("t", [0, 3, 22])
+@pytest.mark.parametrize("t", quick_cases([0, 3, 22], 3))
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(t):
     model = mlp(5, 4, 3)
     optimizer = auto(model)

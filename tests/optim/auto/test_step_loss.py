@@ -10,7 +10,7 @@ from torch import nn
 
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
-from helpers import assert_unchanged, mlp, snapshot
+from helpers import assert_unchanged, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches, train
 
 torch.manual_seed(0)
@@ -41,7 +41,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", quick_cases(WEIGHTS, "rises"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_factor_that_gradients_are_divided_by_does_not_matter(kind, name):
     """As in mixed precision, where it is a power of two; also if it changes between evaluations."""
@@ -57,7 +57,7 @@ def test_a_factor_that_gradients_are_divided_by_does_not_matter(kind, name):
     assert_same_path(ours, path(start, kind, 60), 1e-6)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", quick_cases(WEIGHTS, "rises"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weight_of_the_loss_may_change(kind, name):
     """There is one warning. Classes are read off the gradient; numbers are seen, as the loss is a module."""
@@ -71,7 +71,14 @@ def test_the_weight_of_the_loss_may_change(kind, name):
     assert_same_path(ours, path(start, kind, 60), 1e-6)
 
 
-@pytest.mark.parametrize(("declared", "clip"), [("mse", None), (nn.MSELoss(), None), (nn.MSELoss(), 0.1)])
+@pytest.mark.parametrize(
+    ("declared", "clip"),
+    [
+        ("mse", None),
+        pytest.param(nn.MSELoss(), None, marks=pytest.mark.rest),
+        pytest.param(nn.MSELoss(), 0.1, marks=pytest.mark.rest),
+    ],
+)
 def test_mixed_precision_whose_scale_grows_does_not_diverge(declared, clip):
     """Without a warning, also if gradients are clipped after they were unscaled."""
     model = mlp(5, 8, 3, dtype=torch.float32)
@@ -156,8 +163,8 @@ def test_one_number_for_one_example():
     assert F.mse_loss(model(DATA[0]), DATA[0][:, 0]).item() < 0.1 * before
 
 
-@pytest.mark.parametrize("windows", [[(5, 3, 5, 3), (5,)], [(5, 5, 5, 5), (20,)]])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("windows", [[(5, 3, 5, 3), (5,)], pytest.param([(5, 5, 5, 5), (20,)], marks=pytest.mark.rest)])
+@pytest.mark.parametrize("kind", quick_cases(KINDS, "mse"))
 def test_means_accumulated_over_any_number_of_calls(kind, windows):
     """A sum of means is a mean times the number of calls, also if every step has the same number of targets.
 
@@ -184,7 +191,7 @@ def test_means_accumulated_over_any_number_of_calls(kind, windows):
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("t", [1, 3, 8, 23])
+@pytest.mark.parametrize("t", quick_cases([1, 3, 8, 23], 8))
 def test_training_resumes_bit_for_bit_with_a_factor_on_the_loss(t):
     """Each of the two optimizers points it out once."""
     mse = nn.MSELoss()

@@ -12,7 +12,7 @@ from torch import nn
 import bprong
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
-from helpers import assert_close, assert_unchanged, mlp, snapshot
+from helpers import assert_close, assert_unchanged, mlp, quick_cases, snapshot
 from training import EXACT, batches, train
 
 
@@ -225,7 +225,7 @@ def test_a_compiled_model_takes_the_same_path():
     assert optimizer._rule._model is other  # evaluations run the model as it was written
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", quick_cases([1, 2], 1))
 def test_tiny_batches_do_not_diverge(size):
     model = mlp(5, 4, 3)
     before = loss_of(model)
