@@ -34,9 +34,7 @@ def test_a_model_compiled_before_the_optimizer_must_be_given_compiled():
     compiled(X)
     late = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     F.cross_entropy(compiled(X), Y).backward()
-    with pytest.raises(
-        RuntimeError, match=r"(?s)no batch to measure.*you call \(the compiled one"
-    ):
+    with pytest.raises(RuntimeError, match=r"(?s)no batch to measure.*you call \(the compiled one"):
         late.step()
     optimizer = bprong.BPRONG(compiled, "cross_entropy", lr=0.01)
     F.cross_entropy(compiled(X), Y).backward()

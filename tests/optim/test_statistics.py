@@ -104,9 +104,7 @@ def test_training_in_eval_mode_needs_observe():
     x, y = classification(20, 5, 3)
     model = mlp(5, 3).eval()
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options=EXACT)
-    with pytest.raises(
-        RuntimeError, match=r"(?s)no batch to measure.*recording\(\).*observe\(x, y\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"(?s)no batch to measure.*recording\(\).*observe\(x, y\)"):
         train(model, optimizer, [(x, y)])
     optimizer.observe(x)
     train(model, optimizer, [(x, y)])
