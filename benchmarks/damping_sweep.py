@@ -26,7 +26,8 @@ from bprong.experiments.bench.tables import markdown
 from bprong.experiments.data import Dataset
 from bprong.experiments.methods import METHODS, WhiteningSettings
 from bprong.experiments.progress import Progress
-from bprong.experiments.runner import Config, run
+from bprong.experiments.runner import run
+from bprong.experiments.training import Config
 
 TRAINING = 50_000
 BACKWARD_SETTINGS = ("backward_damping", "backward_offset", "fisher")  # without effect in PRONG

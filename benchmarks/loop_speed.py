@@ -20,7 +20,7 @@ from torch import Tensor
 from bprong.experiments.bench.tables import markdown
 from bprong.experiments.bench.timing import interleaved
 from bprong.experiments.methods import METHODS, Problem
-from bprong.experiments.runner import train_epoch
+from bprong.experiments.training import train_epoch
 
 BATCH = 100
 

@@ -24,6 +24,7 @@ def whitened(model: nn.Module, x: Tensor, backward: bool) -> nn.Module:
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     x, y = (torch.tensor(values) for values in load_digits(return_X_y=True))
     x = x.float()[:500] / 16
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def train(**settings: Any) -> dict[int, float]:
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     print("distance from white after " + "".join(f"{step:>6}" for step in TIMES) + " steps; largest")
     found = {}
     for refresh in ("periodic", "continuous"):

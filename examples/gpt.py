@@ -66,6 +66,7 @@ def validation_loss(text: Tensor, make_optimizer: Callable[[nn.Module], torch.op
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     manual = "".join(pydoc_data.topics.topics.values())
     text = torch.tensor(list(manual.encode("ascii", "ignore")))
     optimizers = {

@@ -13,6 +13,7 @@ from bprong.live import LiveReport
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     x, y = (torch.tensor(values) for values in load_digits(return_X_y=True))
     x = x.float().view(-1, 1, 8, 8) / 16
     torch.manual_seed(0)

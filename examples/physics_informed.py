@@ -68,6 +68,7 @@ def error_after_training(make_optimizer: Callable[[nn.Module, nn.Module], torch.
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     optimizers = {
         "Adam, lr=0.001": (lambda model, _: torch.optim.Adam(model.parameters(), lr=0.001), 1800),
         "BPRONG": (bprong.BPRONG, 500),

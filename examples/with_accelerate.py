@@ -15,13 +15,13 @@ import bprong
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     x, y = (torch.tensor(values) for values in load_digits(return_X_y=True))
     loader = DataLoader(TensorDataset(x.float() / 16, y), batch_size=50, shuffle=True)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     criterion = nn.CrossEntropyLoss()
-    model, loader = accelerator.prepare(model, loader)
+    model, loader = accelerator.prepare(nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)), loader)
     optimizer = accelerator.prepare(bprong.BPRONG(model, criterion))  # the prepared model, which may be distributed
     for _ in range(5):
         for inputs, targets in loader:

@@ -12,6 +12,7 @@ import bprong
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))  # in practice LlamaForCausalLM.from_pretrained(…)

@@ -24,6 +24,7 @@ class Perceptron(nn.Module):
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     x, y = load_digits(return_X_y=True)
     torch.manual_seed(0)
     net = NeuralNetClassifier(Perceptron, max_epochs=10, iterator_train__shuffle=True, train_split=None, verbose=0)

@@ -13,6 +13,7 @@ import bprong
 
 
 def main() -> float:
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     torch.manual_seed(0)
     classes, size = 4, 60  # nodes are joined more often within a class, and their features tell little
     edges = stochastic_blockmodel_graph([size] * classes, torch.eye(classes) * 0.15 + 0.03)

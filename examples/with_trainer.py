@@ -4,7 +4,7 @@ pip install bprong 'transformers[torch]'
 python examples/with_trainer.py
 """
 
-import pydoc_data.topics
+from pydoc_data.topics import topics
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ import bprong
 
 
 def main() -> float:
-    manual = "".join(pydoc_data.topics.topics.values())  # that comes with Python
-    rows = torch.tensor(list(manual.encode("ascii", "ignore")))[:64000].view(-1, 64)
+    torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
+    rows = torch.tensor(list("".join(topics.values()).encode("ascii", "ignore"))[:64000]).view(-1, 64)  # Python manual
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0))
     bprong.register(Conv1D, like=nn.Linear, transposed=True)  # GPT-2's own linear layer
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +23,8 @@ try:
     from bprong.experiments.methods import METHODS, Fisher, Solver
     from bprong.experiments.models import ACTIVATIONS
     from bprong.experiments.reproduce import reproduce
-    from bprong.experiments.runner import Config
+    from bprong.experiments.training import Config
+    from bprong.experiments.workers import available_cores
 except ModuleNotFoundError as missing:  # the library itself works without them
     if sys.argv[1:] == ["--version"]:
         print(f"bprong {bprong.__version__}")
@@ -52,12 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bprong {options.command}: {error}", file=sys.stderr)
         return 2  # as argparse does for a wrong value
     except OSError as error:
-        print(f"bprong {options.command}: {error}; finished work is saved, --resume continues", file=sys.stderr)
+        print(f"bprong {options.command}: {error}; {_what_to_do(options, error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"\nbprong {options.command}: interrupted; finished work is saved, --resume continues", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"\nbprong {options.command}: interrupted; {_what_to_do(options, error)}", file=sys.stderr)
         return 130  # as a shell reports Ctrl-C
     return 0
+
+
+def _what_to_do(options: argparse.Namespace, error: BaseException) -> str:
+    """What to do after an error of the system or an interrupt."""
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return "choose a folder that can be written to, with --out"
+    return "finished work is saved, --resume continues" if "resume" in options else "run it again"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,7 +151,10 @@ def _reproduce(options: argparse.Namespace) -> None:
         options.methods, options.epochs, options.seeds, options.activation,
         lr=options.lr, batch=options.batch, whitening=given,
     )  # fmt: skip
-    reproduce(config, options.data, options.out, options.resume, options.threads, options.look_in, options.nproc)
+    reproduce(
+        config, options.data, options.out, options.resume, options.jobs, options.threads, options.look_in,
+        options.nproc,
+    )  # fmt: skip
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -153,7 +164,7 @@ def _bench(options: argparse.Namespace) -> None:
         return
     plan = Plan(workloads, names_in(options.methods, list(BENCH_METHODS), "method"), options.trials, options.seeds)
     budget = None if options.budget is None else parse_duration(options.budget)
-    bench(Options(plan, options.out, budget, options.workers, options.resume, options.draw, options.publish))
+    bench(Options(plan, options.out, budget, options.jobs, options.resume, options.draw, options.publish))
 
 
 def _audit(options: argparse.Namespace) -> None:
@@ -195,6 +206,11 @@ def _methods(text: str) -> tuple[str, ...]:
 
 
 _DEFAULT = Config()
+_JOBS = {
+    "type": _count(1), "default": available_cores(), "metavar": "N",
+    "help": "number of processes, each with one network at a time; the losses do not depend on it. The default is the "
+            "number of cores that this process may use",
+}  # fmt: skip
 _REPRODUCE_OPTIONS: dict[str, dict[str, Any]] = {
     "data": {
         "default": "auto", "metavar": DATA,
@@ -221,11 +237,16 @@ _REPRODUCE_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "continue the run in the output folder, if there is one; the schedule of a recipe covers the whole "
                 "run, so a run with recipes keeps its number of epochs",
     },
-    "threads": {"type": _count(1), "default": os.cpu_count() or 1, "metavar": "N", "help": "number of CPU threads"},
+    "jobs": _JOBS,
+    "threads": {
+        "type": _count(1), "default": 1, "metavar": "N",
+        "help": "CPU threads of each process; more make these small networks slower, and the losses change in their "
+                "last digits",
+    },
     "nproc": {
         "type": _count(1), "default": 1, "metavar": "N",
-        "help": "number of processes, which share the threads and take equal parts of each minibatch; batch "
-                "normalisation then uses the statistics of these parts",
+        "help": "instead of --jobs: train one network at a time in so many processes, which take equal parts of each "
+                "minibatch; batch normalisation then uses the statistics of these parts",
     },
 }  # fmt: skip
 _WHITENING_OPTIONS: dict[str, dict[str, Any]] = {
@@ -262,10 +283,7 @@ _BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "trials": {"type": _count(1), "default": _PLAN.trials, "metavar": "N", "help": "trials of each tuned method"},
     "seeds": {"type": _count(1), "default": _PLAN.seeds, "metavar": "N", "help": "fresh seeds of each method"},
-    "workers": {
-        "type": _count(1), "default": os.cpu_count() or 1, "metavar": "N",
-        "help": "number of processes, each with one thread",
-    },
+    "jobs": _JOBS,
     "out": {"type": Path, "default": Path("results/bench"), "metavar": "DIR", "help": "output folder"},
     "resume": {"action": "store_true", "help": "continue the benchmark in the output folder, if there is one"},
     "draw": {"action": "store_true", "help": "run nothing; write tables, figures and page of what the folder has"},

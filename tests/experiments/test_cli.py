@@ -1,9 +1,11 @@
 """The command line: files written, messages, exit codes, help."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from bprong.errors import install_command
 from bprong.experiments.methods import METHODS
 from bprong.experiments.records import read_results
 
-DIGITS = ["reproduce", "--data", "digits", "--threads", "1"]
+DIGITS = ["reproduce", "--data", "digits", "--jobs", "1", "--threads", "1"]
 
 
 def test_reproduce_writes_all_its_files(tmp_path, capsys):
@@ -188,6 +190,37 @@ def test_out_that_is_a_file_is_refused(tmp_path, capsys):
     assert main([*DIGITS, "--out", str(tmp_path / "file")]) == 2
     assert "is a file; --out must be a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [[*DIGITS, "--epochs", "1", "--methods", "sgd"], ["audit", "--examples", "50"]])
+def test_a_read_only_folder_is_named(command, tmp_path, capsys, monkeypatch):
+    def refuse(path, *arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main([*command, "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert str(tmp_path / "run") in said
+    assert said.endswith("; choose a folder that can be written to, with --out\n")
+
+
+def test_an_interrupted_audit_exits_with_130(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bprong.experiments.auditing.write_json", interrupt)
+    assert main(["audit", "--examples", "50", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "\nbprong audit: interrupted; run it again\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quick_look_says_that_it_proves_nothing(tmp_path, capsys):
+    assert main([*DIGITS, "--epochs", "2", "--methods", "sgd", "--out", str(tmp_path)]) == 0
+    caution = "A quick look, which proves nothing: digits, epochs: 2."
+    assert caution in capsys.readouterr().out
+    assert f'<div class="banner" role="note"><strong>{caution}' in (tmp_path / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.rest

@@ -217,7 +217,9 @@ def test_fallback_says_what_was_tried_and_why_it_failed(tmp_path: Path, world: W
     required = SHA256[NAMES[0]]
     assert found.notice == "\n".join(
         [
-            "NOT MNIST: using scikit-learn's 8×8 digits, because MNIST was not found. Tried:",
+            "NOT MNIST: using scikit-learn's 8×8 digits, because MNIST was not found.",
+            f"To use MNIST, run the command again with a network, or put its files ({', '.join(NAMES)}; .gz will do) "
+            f"into {tmp_path / 'cache'} or into a folder that --look-in names. Tried:",
             f"  directory {given}: {NAMES[0]} has SHA-256 {other}; {required} is required",
             f"  cache {tmp_path / 'cache'}: {tmp_path / 'cache'} does not contain {', '.join(NAMES)}",
             *(f"  {mirror}: <urlopen error no route to host>" for mirror in MIRRORS),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import http.client
+import http.server
 import io
 import os
 import pathlib
+import random
 import stat
 import subprocess
 import threading
@@ -173,6 +176,76 @@ def test_unwritable_cache_does_not_stop_the_run(tmp_path: Path, world: World, mn
     world.serve(0, mnist)
     assert is_small_set(world.load())
     assert any(line.startswith("MNIST: could not be cached") for line in world.log)
+
+
+# --- a fresh machine ---
+
+
+def says_what_to_do(text: str, tmp_path: Path) -> bool:
+    advice = "run the command again with a network, or put its files", str(tmp_path / "cache"), "--look-in", *NAMES
+    return all(part in text for part in advice)
+
+
+def test_without_a_network_it_says_what_to_do(tmp_path: Path, world: World, mnist: dict[str, bytes]) -> None:
+    with pytest.raises(DataError, match="MNIST was not found") as caught:
+        world.load()
+    assert says_what_to_do(str(caught.value), tmp_path)
+    assert says_what_to_do(str(world.load("auto").notice), tmp_path)
+    assert not (tmp_path / "cache").exists()
+
+
+class CutOff(http.server.BaseHTTPRequestHandler):
+    """Announces a file and ends the connection in the middle of it."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(gzip.compress(random.Random(0).randbytes(2000), mtime=0)[:500])
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def test_a_connection_that_ends_in_the_middle_of_a_file_says_what_to_do(
+    tmp_path: Path, world: World, mnist: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), CutOff) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        mirror = f"http://127.0.0.1:{server.server_port}/"
+        monkeypatch.setattr(urllib.request, "urlopen", urllib.request.build_opener().open)
+        monkeypatch.setattr("bprong.experiments.mnist.MIRRORS", (mirror,))
+        with pytest.raises(DataError, match=f"{mirror}: Compressed file ended before") as caught:
+            world.load()
+        server.shutdown()
+    assert says_what_to_do(str(caught.value), tmp_path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(
+    tmp_path: Path, world: World, mnist: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    (tmp_path / "cache" / "mnist").mkdir(parents=True)
+    world.serve(0, mnist)
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "open", refuse)
+        assert is_small_set(world.load())
+    (line,) = [line for line in world.log if line.startswith("MNIST: could not be cached")]
+    assert str(tmp_path / "cache" / "mnist") in line
+    assert "set the environment variable BPRONG_DATA to a folder that can be written to" in line
+    assert contents(tmp_path / "cache") == {}
+
+
+def test_files_put_beside_an_incomplete_download_are_used(
+    tmp_path: Path, world: World, mnist: dict[str, bytes]
+) -> None:
+    put(tmp_path / "cache" / "mnist", {NAMES[0]: mnist[NAMES[0]]})  # the disk was full
+    put(tmp_path / "cache", mnist)
+    assert is_small_set(world.load())
+    assert world.asked == []
 
 
 # --- interruptions ---

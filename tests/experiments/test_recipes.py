@@ -15,7 +15,8 @@ from bprong.experiments.models import perceptron
 from bprong.experiments.progress import Progress
 from bprong.experiments.recipes import RECIPES, comparison, in_run
 from bprong.experiments.records import read_results
-from bprong.experiments.runner import Config, ResumeError, load_trained, run, train_epoch
+from bprong.experiments.runner import run
+from bprong.experiments.training import Config, ResumeError, load_trained, train_epoch
 from experiments.made_up_runs import NAN, run_of
 from helpers import assert_close
 
@@ -34,13 +35,13 @@ def started(method, digits, updates):
 
 
 class Interrupt(Progress):
-    """Ends a run with KeyboardInterrupt when this epoch has been saved."""
+    """Ends a run of one method with KeyboardInterrupt when this epoch has been saved."""
 
     def __init__(self, epoch):
         self.epoch = epoch
 
-    def update(self, method, rows, epochs):
-        if rows and rows[-1].epoch == self.epoch:
+    def show(self, done, total, left, running):
+        if done == self.epoch:
             raise KeyboardInterrupt
 
 

@@ -14,12 +14,16 @@ import pytest
 import torch
 
 import bprong
+from bprong.cli import main
 from bprong.experiments.data import Dataset, load
 from bprong.experiments.methods import METHODS, Problem, TrainingState, WhiteningSettings
 from bprong.experiments.models import perceptron, with_batch_norm
-from bprong.experiments.progress import Bars, Lines, Progress, _Timer
-from bprong.experiments.records import Row, read_results
-from bprong.experiments.runner import Config, OutError, ResumeError, load_trained, run, train_epoch
+from bprong.experiments.progress import Progress
+from bprong.experiments.records import read_results
+from bprong.experiments.runner import OutError, run
+from bprong.experiments.training import Config, ResumeError, load_trained, train_epoch
+from bprong.experiments.verdict import verdict
+from experiments.processes import running_after_a_while
 from helpers import assert_close
 
 QUICK = {"forward_every": 10, "backward_every": 10, "backward_offset": 5}
@@ -35,6 +39,14 @@ class Messages(Progress):
         self.lines = []
 
     def message(self, line):
+        self.lines.append(line)
+
+
+class Shown(Progress):
+    def __init__(self):
+        self.lines = []
+
+    def show(self, *line):
         self.lines.append(line)
 
 
@@ -61,17 +73,17 @@ def test_all_methods_start_equal_and_bprong_has_the_lowest_loss_on_digits(digits
 
 
 def test_all_methods_see_the_same_batches_in_the_same_order(digits, tmp_path, monkeypatch):
-    from bprong.experiments import runner
+    from bprong.experiments import training
 
     seen = []
-    original = runner.train_epoch
+    original = training.train_epoch
 
-    def recorded(state, x, y, order, batch, tick=None, network=None):
-        if tick is not None:  # the warm-up has none
+    def recorded(state, x, y, order, batch, network=None):
+        if len(order) > 2 * batch:  # the warm-up is shorter
             seen.append(order)
         return original(state, x, y, order, batch)
 
-    monkeypatch.setattr(runner, "train_epoch", recorded)
+    monkeypatch.setattr(training, "train_epoch", recorded)
     run(Config(methods=("sgd", "bn"), epochs=2), digits, tmp_path, Progress())
     first, second, third, fourth = seen
     assert torch.equal(first, second)
@@ -231,87 +243,114 @@ def test_a_trained_network_is_loaded_with_stock_layers(digits, tmp_path):
         load_trained(tmp_path / "none.pt", digits)
 
 
-COMMAND = [sys.executable, "-m", "bprong.cli", "reproduce", "--data", "digits", "--epochs", "12",
-           "--methods", "sgd,bn,bprong,bprong-fast,bprong-recipe,bn-recipe", "--forward-every", "10",
-           "--backward-every", "10", "--backward-offset", "5", "--threads", "1"]  # fmt: skip
+COMMAND = ["reproduce", "--data", "digits"]
+PROCESS = [sys.executable, "-m", "bprong.cli", *COMMAND]
+
+
+def without_times(folder):
+    with (folder / "results.csv").open() as file:
+        return [{name: cell for name, cell in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+
+
+def size_of_results(folder):
+    path = folder / "results.csv"
+    return path.stat().st_size if path.exists() else 0
+
+
+def kill_while_it_trains(command, out, seconds):
+    """Start a run, and kill it so many seconds after its next epoch; return whether it was still running."""
+    before = size_of_results(out)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while size_of_results(out) <= before and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def killed_and_resumed(options, jobs, tmp_path):
+    """Kill a run once for each number of processes, resume it, and compare it with one that was not killed."""
+    assert main([*COMMAND, *options, "--jobs", "1", "--out", str(tmp_path / "whole")]) == 0
+    out = tmp_path / "killed"
+    resume = [*PROCESS, *options, "--resume", "--out", out, "--jobs"]
+    choose = random.Random(5)
+    killed = [kill_while_it_trains([*resume, number], out, choose.uniform(0.0, 0.3)) for number in jobs]
+    assert sum(killed) >= len(jobs) / 2
+    last = subprocess.run([*resume, "1"], capture_output=True, timeout=600, check=True, text=True)
+    assert "resuming at " in last.stdout or "all epochs are trained" in last.stdout
+    assert "Report:" in last.stdout
+    assert without_times(out) == without_times(tmp_path / "whole")
+    assert not list(out.rglob("*.tmp"))
 
 
 @pytest.mark.rest
 def test_a_run_killed_at_random_moments_resumes_to_the_same_results(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    whole = subprocess.run(
-        [*COMMAND, "--out", tmp_path / "whole"], env=environment, capture_output=True, timeout=300, check=True
+    killed_and_resumed(["--epochs", "12", "--methods", "sgd,bn,bprong,bprong-fast,bn-recipe"], ["2", "1"], tmp_path)
+
+
+@pytest.mark.rest
+def test_a_run_of_all_methods_killed_at_five_moments_resumes_to_the_same_results(tmp_path):
+    killed_and_resumed(["--epochs", "20", "--seeds", "2"], ["2"] * 5, tmp_path)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_run_keeps_finished_epochs_and_exits_with_130(jobs, tmp_path):
+    """Ctrl-C reaches all processes of a terminal."""
+    out = tmp_path / "run"
+    command = [*PROCESS, "--epochs", "200", "--methods", "sgd,bprong", "--jobs", jobs, "--out", str(out)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert b"Report:" in whole.stdout
-    choose = random.Random(5)
-    killed = 0
-    for _ in range(4):
-        process = subprocess.Popen(
-            [*COMMAND, "--out", tmp_path / "killed", "--resume"],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        for line in process.stdout:  # wait until it trains, then a little longer, then kill
-            if "epoch" in line:
-                break
-        time.sleep(choose.uniform(0.0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-        process.stdout.close()
-    assert killed >= 2
-    subprocess.run(
-        [*COMMAND, "--out", tmp_path / "killed", "--resume"],
-        env=environment,
-        capture_output=True,
-        timeout=300,
-        check=True,
+    while size_of_results(out) < 500:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "\nbprong reproduce: interrupted; finished work is saved, --resume continues\n"
+    assert running_after_a_while(group=process.pid) == []
+    assert len(read_results(out / "results.csv")) > 2
+    files = {path.name for path in out.rglob("*") if path.is_file()}
+    assert {"results.csv"} <= files <= {"results.csv", "sgd-0.pt", "bprong-0.pt", ".lock"}
+    assert (
+        main([*COMMAND, "--epochs", "1", "--methods", "sgd,bprong", "--jobs", "1", "--out", str(out), "--resume"]) == 0
     )
 
-    def table(folder):
-        with (folder / "results.csv").open() as file:
-            return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
 
-    assert table(tmp_path / "killed") == table(tmp_path / "whole")
-    assert not list((tmp_path / "killed").rglob("*.tmp"))
-
-
-def some_rows(n):
-    return [Row("bprong", 0, e, 14 * e, 0.5 * e, 1 / (e + 1), 2 / (e + 1), 0.9) for e in range(n)]
+def test_the_losses_do_not_depend_on_the_number_of_processes(digits, tmp_path):
+    config = Config(epochs=2)
+    one = run(config, digits, tmp_path / "one", Progress())
+    two = run(config, digits, tmp_path / "two", Progress(), jobs=2)
+    assert without_seconds(two) == without_seconds(one)
+    assert read_results(tmp_path / "two" / "results.csv") == two
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"results.csv", "checkpoints", ".lock"}
 
 
-def test_lines_show_loss_accuracy_speed_and_time_left(capsys):
-    lines = Lines(trials=1)
-    for n in range(1, 4):
-        lines.update("bprong", some_rows(n), 10)
-    out = capsys.readouterr().out.splitlines()
-    assert len(out) == 3
-    assert out[0] == "BPRONG         seed 0  epoch   0/10  train loss 1        val loss 2        val accuracy 90.00%"
-    assert "BPRONG         seed 0  epoch   2/10  train loss 0.3333" in out[-1]
-    assert "val accuracy 90.00%" in out[-1]
-    assert "28 updates/s" in out[-1]
-    assert out[-1].endswith(" left")
+def test_a_quick_look_at_few_images_whitens(digits):
+    """An epoch of digits has 14 updates, and the periods of MNIST are 100."""
+    config = Config(epochs=2)
+    assert config.whitening_of("bprong", digits) == replace(
+        METHODS["bprong"].whitening, forward_every=7, backward_every=7, backward_offset=3
+    )
+    given = replace(config, whitening={"forward_every": 100})
+    assert given.whitening_of("bprong", digits).forward_every == 100
+    longer = replace(config, batch=14)
+    assert longer.whitening_of("bprong", digits) == METHODS["bprong"].whitening
 
 
-def test_the_time_left_is_estimated_from_the_epochs_of_this_process(monkeypatch):
-    """Two networks are resumed at epochs 4 and 6 of 10; each further epoch takes 2 seconds."""
-    clock = iter([0.0, 50.0, 50.0, 52.0, 54.0])
-    monkeypatch.setattr("bprong.experiments.progress.time.perf_counter", lambda: next(clock))
-    timer = _Timer(trials=2)
-    assert timer.time_left("sgd", some_rows(5), 10) == ""
-    assert timer.time_left("bn", some_rows(7), 10) == ""
-    assert timer.time_left("sgd", some_rows(6), 10) == "0:18 left"
-    assert timer.time_left("bn", some_rows(8), 10) == "0:16 left"
+def test_a_quick_look_has_its_chance(digits, tmp_path):
+    rows = run(Config(("sgd", "bn", "prong", "bprong"), epochs=2), digits, tmp_path, Progress())
+    assert [claim.holds for claim in verdict(rows)][:2] == [True, True]
+    assert next(row.val_accuracy for row in rows if (row.method, row.epoch) == ("bprong", 2)) > 0.7
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-def test_bars_count_epochs_of_all_seeds(columns):
-    with Bars(trials=2, epochs=10, methods=["bprong"]) as bars:
-        bars._rich.console.width = columns
-        bars.update("bprong", some_rows(4), 10)
-        bars.tick("bprong", 0.5)
-        (task,) = bars._rich.tasks
-        assert task.completed == 3.5
-        assert task.total == 20
-        assert ("updates/s" in task.fields["numbers"]) == (columns > 100)
+def test_a_resumed_run_says_where_it_resumes(digits, tmp_path):
+    messages = Messages()
+    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, messages)
+    assert messages.lines == []
+    run(Config(("sgd", "bn"), epochs=4, seeds=2), digits, tmp_path, messages, resume=True)
+    run(Config(("sgd", "bn"), epochs=5, seeds=2), digits, tmp_path, messages, resume=True)
+    run(Config(("sgd", "bn"), epochs=5, seeds=2), digits, tmp_path, messages, resume=True)
+    assert messages.lines == ["resuming at epoch 3 of 4", "resuming at epoch 5 of 5", "all epochs are trained"]
 
 
 @pytest.mark.rest
@@ -356,17 +395,11 @@ def test_two_runs_in_one_folder_are_refused(digits, tmp_path):
 
 
 def test_another_method_trains_first_in_each_epoch(digits, tmp_path):
-    class Order(Progress):
-        def __init__(self):
-            self.seen = []
-
-        def update(self, method, rows, epochs):
-            if rows and rows[-1].epoch > 0:
-                self.seen.append(method)
-
-    order = Order()
-    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, order)
-    assert order.seen == ["bn", "sgd", "sgd", "bn"]
+    shown = Shown()
+    run(Config(("sgd", "bn"), epochs=2), digits, tmp_path, shown)
+    names = ["BN epoch 1/2", "SGD epoch 1/2", "SGD epoch 2/2", "BN epoch 2/2"]
+    assert [running for *_, running in shown.lines] == names
+    assert [(done, total) for done, total, *_ in shown.lines] == [(n, 4) for n in range(4)]
 
 
 @pytest.mark.parametrize(

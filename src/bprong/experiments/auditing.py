@@ -19,7 +19,7 @@ from bprong.experiments.figures import render
 from bprong.experiments.methods import METHODS, Problem
 from bprong.experiments.models import perceptron
 from bprong.experiments.records import write_atomically, write_json
-from bprong.experiments.runner import load_trained, train_epoch
+from bprong.experiments.training import load_trained, train_epoch
 
 MEASURES = {
     "condition": "condition",
@@ -43,6 +43,7 @@ def run_audit(
     checkpoint: Path | None, source: str, examples: int, forward_damping: float, backward_damping: float, out: Path
 ) -> dict[str, Any]:
     """Audit a checkpoint, or a small network trained on digits; print tables, write audit.json and the figures."""
+    torch.set_num_threads(1)  # more threads make small networks slower, above all beside other programs
     data = load("digits" if checkpoint is None else source)
     trained = _small_network(data) if checkpoint is None else load_trained(checkpoint, data)
     x = data.x_train[:examples].double()  # in float64 the zero eigenvalues can be told from the small ones

@@ -6,8 +6,11 @@ Every data set is checked before it is used. Nothing is unpickled, and every rea
 from __future__ import annotations
 
 import hashlib
+import uuid
 import zipfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from bprong.experiments.files import (
     read,
     require,
 )
-from bprong.experiments.mnist import Log, find_mnist
+from bprong.experiments.mnist import Log, find_mnist, how_to_provide
 
 Arrays = dict[str, tuple[Array, str]]  # x_train, y_train, x_test, y_test: each with the file it came from
 
@@ -85,12 +88,28 @@ def load(source: str | Path = "auto", *, directory: str | Path | None = None, lo
     files, failures = find_mnist(directory, log)
     if files is not None:
         return _dataset("MNIST", {key: (parse_idx(files[name], name), name) for key, name in FILES.items()})
-    tried = "\n".join(f"  {name}: {reason}" for name, reason in failures)
+    tried = "\n".join([f"{how_to_provide()}. Tried:", *(f"  {name}: {reason}" for name, reason in failures)])
     if source == "mnist":
-        raise DataError(f"MNIST was not found; give a directory that contains its four IDX files. Tried:\n{tried}")
-    notice = f"NOT MNIST: using scikit-learn's 8×8 digits, because MNIST was not found. Tried:\n{tried}"
+        raise DataError(f"MNIST was not found. {tried}")
+    notice = f"NOT MNIST: using scikit-learn's 8×8 digits, because MNIST was not found.\n{tried}"
     log(notice)
     return _digits(notice)
+
+
+@contextmanager
+def shared(data: Dataset, folder: Path) -> Iterator[Path]:
+    """A temporary file with the data, for other processes to read: they need not look for a data set again."""
+    path = folder / f".data.{uuid.uuid4().hex}.tmp"  # `records.remove_temporary_files` removes it after a kill
+    try:
+        torch.save({part.name: getattr(data, part.name) for part in fields(data)}, path)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_shared(path: Path) -> Dataset:
+    """The data in such a file, mapped into memory, so that all processes share one copy."""
+    return Dataset(**torch.load(path, weights_only=True, mmap=True))
 
 
 def _digits(notice: str | None = None) -> Dataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -42,6 +42,16 @@ class WhiteningSettings:
     average: float = 0.0
     fisher: Fisher = "sampled"
     solver: Solver = "eigh"
+
+    def for_epochs_of(self, updates: int) -> WhiteningSettings:
+        """These settings; if their period is longer than an epoch, two refreshes of each side in every epoch instead.
+
+        Otherwise a quick look at a small data set would whiten nothing. Two did as well as three or six on the digits.
+        """
+        if updates >= self.forward_every:
+            return self
+        every = max(1, updates // 2)
+        return replace(self, forward_every=every, backward_every=every, backward_offset=every // 2)
 
 
 @dataclass

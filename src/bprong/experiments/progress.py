@@ -1,26 +1,26 @@
-"""The progress of a run: one bar per method on a terminal, one line per epoch elsewhere."""
+"""The progress of a command: one line on a terminal, a few lines elsewhere, with one estimate of the time left."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping
+from statistics import mean
 
 import rich.progress
+from rich.table import Column
 
-from bprong.experiments.records import Row, label
-
-WIDE_TERMINAL = 120  # columns; the bars show fewer numbers on a narrower one
+LEAST_STEP = 0.05  # without a terminal: a line after each 5 % of the jobs,
+LEAST_SECONDS = 1.0  # at most one in this time,
+MOST_SECONDS = 60.0  # and at least one in this time
 
 
 class Progress:
-    """Receives the progress of a run; this base class ignores it."""
+    """Receives the progress of a command; this base class ignores it."""
 
-    def update(self, method: str, rows: Sequence[Row], epochs: int) -> None:
-        """One network of `method` now has these rows, of `epochs` epochs in all."""
-
-    def tick(self, method: str, fraction: float) -> None:
-        """This fraction of the current epoch of `method` is done."""
+    def show(self, done: int, total: int, left: float | None, running: str) -> None:
+        """So many jobs are done, the rest takes about `left` seconds (None: not known yet), and these are running."""
 
     def message(self, line: str) -> None:
         """A message for the user."""
@@ -33,51 +33,41 @@ class Progress:
 
 
 class Lines(Progress):
-    """One line of text per epoch."""
+    """Now and then a line of text."""
 
-    def __init__(self, trials: int) -> None:
-        self._timer = _Timer(trials)
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._time = -math.inf
 
-    def update(self, method: str, rows: Sequence[Row], epochs: int) -> None:
-        left = self._timer.time_left(method, rows, epochs)
-        if rows:
-            row = rows[-1]
-            self.message(f"{label(method):<13}  seed {row.seed}  epoch {row.epoch:>3}/{epochs}  {_numbers(rows, left)}")
+    def show(self, done: int, total: int, left: float | None, running: str) -> None:
+        waited = time.monotonic() - self._time
+        advanced = done / total >= self._share + LEAST_STEP
+        if waited >= MOST_SECONDS or (advanced and waited >= LEAST_SECONDS):
+            self._share = done / total
+            self._time = time.monotonic()
+            self.message(f"{done / total:4.0%}  {_in_words(left):<15}  {running}")
 
     def message(self, line: str) -> None:
-        print(line.rstrip(), flush=True)
+        print(line, flush=True)
 
 
-class Bars(Progress):
-    """One bar per method, with its losses, accuracy, speed and the time left."""
+class Line(Progress):
+    """One line of a terminal, which is updated; messages appear above it."""
 
-    def __init__(self, trials: int, epochs: int, methods: Sequence[str]) -> None:
-        self._timer = _Timer(trials)
+    def __init__(self) -> None:
         self._rich = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description:<13}"),
-            rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[numbers]}"),
+            rich.progress.BarColumn(bar_width=12, table_column=Column(min_width=12)),
+            rich.progress.TextColumn("{task.percentage:>3.0f}%", markup=False, table_column=Column(min_width=4)),
+            rich.progress.TextColumn("{task.fields[left]}", markup=False, table_column=Column(min_width=11)),
+            rich.progress.TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            ),
             refresh_per_second=4,  # drawing takes time from the training that is being timed
         )
-        total = trials // len(methods) * epochs
-        self._tasks = {name: self._rich.add_task(label(name), total=total, numbers="") for name in methods}
-        self._epochs: dict[tuple[str, int], int] = {}
+        self._task = self._rich.add_task("", total=1, left="")
 
-    def update(self, method: str, rows: Sequence[Row], epochs: int) -> None:
-        left = self._timer.time_left(method, rows, epochs)
-        if rows:
-            row = rows[-1]
-            self._epochs[method, row.seed] = row.epoch
-            numbers = _numbers(rows, left)
-            if self._rich.console.width < WIDE_TERMINAL:
-                numbers = f"loss {row.train_loss:<8.4g} accuracy {row.val_accuracy:6.2%}  {left}"
-            self._rich.update(self._tasks[method], completed=self._done(method), numbers=numbers)
-
-    def tick(self, method: str, fraction: float) -> None:
-        self._rich.update(self._tasks[method], completed=self._done(method) + fraction)
-
-    def _done(self, method: str) -> int:
-        return sum(epoch for (name, _), epoch in self._epochs.items() if name == method)
+    def show(self, done: int, total: int, left: float | None, running: str) -> None:
+        self._rich.update(self._task, completed=done, total=total, left=_in_words(left), description=running)
 
     def message(self, line: str) -> None:
         self._rich.console.print(line, markup=False, highlight=False)
@@ -90,42 +80,53 @@ class Bars(Progress):
         self._rich.stop()
 
 
-class _Timer:
-    """Estimates the time that the rest of the run will take from the time of the epochs so far."""
-
-    def __init__(self, trials: int) -> None:
-        self._trials = trials
-        self._start = time.perf_counter()
-        self._first: dict[tuple[str, int], int] = {}  # the first epoch reported; not 0 in a resumed run
-        self._latest: dict[tuple[str, int], int] = {}
-
-    def time_left(self, method: str, rows: Sequence[Row], epochs: int) -> str:
-        """The estimate as text; empty while there is nothing to estimate from."""
-        for row in rows[-1:]:
-            self._first.setdefault((method, row.seed), row.epoch)
-            self._latest[method, row.seed] = row.epoch
-        trained = sum(self._latest.values()) - sum(self._first.values())
-        if not trained:
-            self._start = time.perf_counter()
-            return ""
-        rate = (time.perf_counter() - self._start) / trained
-        minutes, seconds = divmod(round(rate * max(0, self._trials * epochs - sum(self._latest.values()))), 60)
-        return f"{minutes}:{seconds:02} left"
+def progress_for_output() -> Progress:
+    """One line if the output is a terminal, lines of text if it is not."""
+    return Line() if sys.stdout.isatty() else Lines()
 
 
-def _numbers(rows: Sequence[Row], left: str) -> str:
-    row = rows[-1]
-    numbers = f"train loss {row.train_loss:<8.4g} val loss {row.val_loss:<8.4g} val accuracy {row.val_accuracy:6.2%}"
-    return f"{numbers}  {_speed(rows):>14}  {left}"
+class Estimate:
+    """The time that the rest of a command takes, from the seconds of the jobs so far.
+
+    A kind of job of which none has been run yet is expected to take as long as the others, in proportion to its price.
+
+    >>> estimate = Estimate(processes=2)
+    >>> estimate.left({"slow": (4, 3.0)}) is None
+    True
+    >>> estimate.add("quick", 1.0, seconds=2.0)
+    >>> estimate.left({"quick": (3, 1.0), "slow": (4, 3.0)})
+    15.0
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._seconds: dict[Hashable, list[float]] = {}
+        self._price = 0.0
+
+    def add(self, kind: Hashable, price: float, seconds: float) -> None:
+        """A job of this kind took so many seconds."""
+        self._seconds.setdefault(kind, []).append(seconds)
+        self._price += price
+
+    def left(self, remaining: Mapping[Hashable, tuple[int, float]]) -> float | None:
+        """The seconds that the remaining jobs take, by kind their number and the price of each."""
+        if not self._seconds:
+            return None
+        pace = sum(map(sum, self._seconds.values())) / self._price
+        each = {kind: mean(self._seconds.get(kind, [pace * price])) for kind, (_, price) in remaining.items()}
+        return sum(number * each[kind] for kind, (number, _) in remaining.items()) / self._processes
 
 
-def _speed(rows: Sequence[Row]) -> str:
-    if len(rows) < 2 or rows[-1].seconds <= rows[-2].seconds:
-        return ""
-    return f"{(rows[-1].step - rows[-2].step) / (rows[-1].seconds - rows[-2].seconds):.0f} updates/s"
+def _in_words(left: float | None) -> str:
+    return "" if left is None else f"{duration(left)} left"
 
 
-def progress_for(methods: Sequence[str], seeds: int, epochs: int) -> Progress:
-    """Bars if the output is a terminal, lines if it is not."""
-    trials = seeds * len(methods)
-    return Bars(trials, epochs, methods) if sys.stdout.isatty() else Lines(trials)
+def duration(seconds: float) -> str:
+    """
+    >>> duration(40), duration(600), duration(5400)
+    ('40 s', '10 min', '1 h 30 min')
+    """
+    if seconds < 100:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

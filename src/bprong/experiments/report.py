@@ -53,7 +53,7 @@ def page(rows: Sequence[Row], run: Mapping[str, Any]) -> str:
         title=TITLE,
         light=" ".join(f"--{light[1:]}: {light};" for light in DARK_SHADES),
         dark=" ".join(f"--{light[1:]}: {dark};" for light, dark in DARK_SHADES.items()),
-        banner=_banner(_section(run, "data").get("notice")),
+        banner=_banner(_section(run, "data").get("notice")) + _banner(run.get("caution")),
         subtitle=escape(_subtitle(rows, run)),
         summary=_summary(claims),
         claims="\n".join(map(_claim, claims)),

@@ -6,7 +6,7 @@ import gc
 import platform
 import subprocess
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import bprong
-from bprong.experiments.data import Dataset, load
+from bprong.experiments.data import Dataset, load, read_shared, shared
 from bprong.experiments.figures import draw
 from bprong.experiments.methods import BACKWARD_SETTINGS, METHODS
-from bprong.experiments.progress import Progress, progress_for
+from bprong.experiments.progress import Progress, progress_for_output
 from bprong.experiments.records import Row, divergence_epochs, label, method_names, read_results, write_json
 from bprong.experiments.report import comparisons, terminal_comparison, terminal_verdict, write_report
-from bprong.experiments.runner import Config, OutError, run
+from bprong.experiments.runner import OutError, check, run
+from bprong.experiments.training import Config
 from bprong.experiments.verdict import verdict
+from bprong.experiments.workers import set_up_torch
 
 SETTINGS = {  # the settings of each side that the paper does not state
     "forward": ("forward_damping", "forward_every", "forward_offset", "statistics"),
@@ -47,12 +49,14 @@ RECIPE = (
 
 
 def reproduce(
-    config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None = None,
-    processes: int = 1,
+    config: Config, source: str, out: Path, resume: bool, jobs: int = 1, threads: int = 1,
+    directory: Path | None = None, processes: int = 1,
 ) -> list[Row]:  # fmt: skip
     """Run the experiment and write results.csv, run.json, the figures and report.html to `out`.
 
-    If `directory` is given, MNIST is searched for there first. Several processes take equal parts of each batch.
+    jobs:      the number of networks that are trained at a time, each in a process of its own with so many threads
+    directory: where MNIST is searched for first
+    processes: train one network at a time instead; each process takes an equal part of each batch
     """
     if out.exists() and not out.is_dir():
         raise OutError(f"{out} is a file; --out must be a folder")
@@ -61,27 +65,29 @@ def reproduce(
     set_up_torch(threads)
     data = load(source, directory=directory, log=print)
     if processes == 1:
-        with progress_for(config.methods, config.seeds, config.epochs) as progress:
-            rows = run(config, data, out, progress, resume)
+        with progress_for_output() as progress:
+            rows = run(config, data, out, progress, resume, jobs, threads)
     else:
-        run_in_processes(processes, config, source, out, resume, threads, directory)
+        run_in_processes(processes, config, data, out, resume, threads)
         rows = read_results(out / "results.csv")
-    record = describe(config, data, rows, threads) | {"processes": processes}
+    record = describe(config, data, rows, threads) | {"jobs": jobs, "processes": processes}
+    if caution := _caution(data, config.epochs):
+        record["caution"] = caution
     write_json(out / "run.json", record)
     draw(rows, out)
     report = write_report(out, rows, record)
     compared = "".join(terminal_comparison(heading, pairs) for heading, pairs in comparisons(rows).items())
-    print(f"\n{_caution(data, config.epochs)}{terminal_verdict(verdict(rows))}\n{compared}\nReport: {report}")
+    caution = f"{caution}\n\n" if caution else ""
+    print(f"\n{caution}{terminal_verdict(verdict(rows))}\n{compared}\nReport: {report}")
     return rows
 
 
-def run_in_processes(
-    processes: int, config: Config, source: str, out: Path, resume: bool, threads: int, directory: Path | None
-) -> None:
+def run_in_processes(processes: int, config: Config, data: Dataset, out: Path, resume: bool, threads: int) -> None:
     """Run the experiment in several processes of this machine; an error of a setting is raised here."""
+    check(config, data, processes)
     wrong: Any = get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (processes, folder, wrong, config, source, out, resume, max(1, threads // processes), directory)
+    with tempfile.TemporaryDirectory() as folder, shared(data, Path(folder)) as file:
+        arguments = (processes, folder, wrong, config, file, out, resume, threads)
         try:
             spawn(_work, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
         except ProcessExitedException:
@@ -91,17 +97,15 @@ def run_in_processes(
 
 
 def _work(
-    rank: int, processes: int, folder: str, wrong: Any, config: Config, source: str, out: Path, resume: bool,
-    threads: int, directory: Path | None,
+    rank: int, processes: int, folder: str, wrong: Any, config: Config, file: Path, out: Path, resume: bool,
+    threads: int,
 ) -> None:  # fmt: skip
     """One process of a run; the first one shows the progress."""
     set_up_torch(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    data = load(source, directory=directory, log=lambda line: None)
-    shown = progress_for(config.methods, config.seeds, config.epochs) if rank == 0 else Progress()
     try:
-        with shown as progress:
-            run(config, data, out, progress, resume)
+        with progress_for_output() if rank == 0 else Progress() as progress:
+            run(config, read_shared(file), out, progress, resume)
     except ValueError as error:
         wrong.put(str(error))
         raise SystemExit(2) from None
@@ -115,25 +119,17 @@ def _caution(data: Dataset, epochs: int) -> str:
     if data.name == "MNIST" and epochs >= LEAST_EPOCHS:
         return ""
     return (
-        f"The paper's claims are about MNIST and some tens of epochs. This run has {data.name} and epochs: {epochs}. "
-        f"The lines below show that the command works, and say little about the claims.\n\n"
+        f"A quick look, which proves nothing: {data.name}, epochs: {epochs}. The paper's claims are about MNIST and "
+        f"some tens of epochs."
     )
-
-
-def set_up_torch(threads: int) -> None:
-    """Set the number of threads and flush denormal numbers to zero; must be called before anything is computed.
-
-    Threads inherit the setting only if they start later. Denormal numbers make the training of a nearly converged
-    network three times slower.
-    """
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)
 
 
 def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> dict[str, Any]:
     """The contents of run.json."""
     settings = asdict(config) | {"methods": list(config.methods), "hidden": list(config.hidden)}
-    settings["whitening"] = {name: _whitening(config, name) for name in config.methods if METHODS[name].sides}
+    settings["whitening"] = {
+        name: asdict(config.whitening_of(name, data)) for name in config.methods if METHODS[name].sides
+    }
     settings["whitening"] |= {name: dict(own) for name in config.methods if (own := METHODS[name].defaults)}
     settings["recipes"] = {name: asdict(found) for name in config.methods if (found := METHODS[name].recipe)}
     return {
@@ -156,10 +152,6 @@ def describe(config: Config, data: Dataset, rows: list[Row], threads: int) -> di
     }
 
 
-def _whitening(config: Config, name: str) -> dict[str, Any]:
-    return asdict(replace(METHODS[name].whitening, **config.whitening))
-
-
 def _choices(config: Config, data: Dataset) -> dict[str, Any]:
     """The choices that the paper leaves open, in words; by method where PRONG and BPRONG differ."""
     choices: dict[str, Any] = {
@@ -170,7 +162,8 @@ def _choices(config: Config, data: Dataset) -> dict[str, Any]:
     for side, keys in SETTINGS.items():
         names = [name for name in config.methods if side in METHODS[name].sides]
         for key in keys if names else ():
-            values = {label(name): _in_words(key, _whitening(config, name), len(data.x_train)) for name in names}
+            settings = {label(name): asdict(config.whitening_of(name, data)) for name in names}
+            values = {name: _in_words(key, own, len(data.x_train)) for name, own in settings.items()}
             choices[key] = values if len(set(values.values())) > 1 else values[label(names[0])]
     if words := {label(name): text for name in config.methods if (text := _not_in_the_paper(name, config))}:
         choices["drop_in"] = words

@@ -1,147 +1,70 @@
-"""Train all methods in one loop, taking turns epoch by epoch, and save everything after every epoch.
-
-All methods of a seed start from the same weights and see the same batches in the same order. The order and the initial
-weights depend only on the seed and the epoch, so an interrupted run can be resumed with the same results. In several
-processes each takes an equal part of every batch, and the first one writes.
-"""
+"""Train all methods, taking turns epoch by epoch, in one process or several, and save everything after every epoch."""
 
 from __future__ import annotations
 
-import io
-import math
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bprong.distributed import Ranks
-from bprong.errors import WhiteningError, WhiteningWarning
-from bprong.experiments.data import Dataset
-from bprong.experiments.methods import METHODS, Problem, TrainingState
-from bprong.experiments.models import perceptron
+from bprong.experiments.data import Dataset, shared
 from bprong.experiments.progress import Progress
-from bprong.experiments.records import (
-    RecordError,
-    Row,
-    read_results,
-    remove_temporary_files,
-    write_atomically,
-    write_results,
+from bprong.experiments.records import RecordError, Row, read_results, remove_temporary_files, write_results
+from bprong.experiments.training import (
+    CHECKPOINTS,
+    Config,
+    Epoch,
+    Outcome,
+    Training,
+    checkpoint,
+    diverged,
+    identity,
+    last_epoch,
+    new_trial,
+    read_checkpoint,
+    rows_of,
 )
+from bprong.experiments.workers import Here, Workers, run_jobs
 
 try:
     import fcntl
 except ImportError:  # not on Windows, where two runs in the same folder are not detected
     fcntl = None  # type: ignore[assignment]
 
-CHECKPOINTS = "checkpoints"
-
 
 class OutError(ValueError):
     """The run must not write to this output folder."""
 
 
-class ResumeError(ValueError):
-    """A checkpoint does not belong to this run; the message says how it differs."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """The settings of a run. A resumed run may change methods, epochs and seeds; all others must stay the same.
-
-    The schedule of a recipe covers all epochs, so a run that resumes a recipe may not change the number of epochs.
-
-    whitening: settings of the paper's whitened networks that differ from the defaults, by name
-    """
-
-    methods: tuple[str, ...] = (
-        "sgd", "bn", "prong", "bprong", "bprong-fast", "bprong-auto", "bprong-recipe", "bn-recipe",
-    )  # fmt: skip
-    epochs: int = 20
-    seeds: int = 1
-    activation: str = "relu"
-    hidden: tuple[int, ...] = (100, 100, 100)
-    lr: float = 0.01
-    batch: int = 100
-    whitening: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Trial:
-    """One method with one seed: the network in training and its rows so far."""
-
-    method: str
-    seed: int
-    state: TrainingState
-    rows: list[Row]
-
-    @cached_property
-    def network(self) -> nn.Module:
-        """The network as training calls it; in several processes, wrapped to average gradients."""
-        model = self.state.model
-        return model if Ranks().size == 1 else DistributedDataParallel(model)
-
-    @property
-    def diverged(self) -> bool:
-        return bool(self.rows) and not math.isfinite(self.rows[-1].train_loss)
-
-    @property
-    def epoch(self) -> int:
-        """The last recorded epoch; −1 if not even the untrained network has been evaluated."""
-        return self.rows[-1].epoch if self.rows else -1
-
-
-def run(config: Config, data: Dataset, out: Path, progress: Progress, resume: bool = False) -> list[Row]:
+def run(
+    config: Config, data: Dataset, out: Path, progress: Progress, resume: bool = False, jobs: int = 1, threads: int = 1
+) -> list[Row]:
     """Train and evaluate every method with every seed; return all rows, which are also written to out/results.csv.
 
     A resumed run keeps the rows of methods and seeds that it does not train itself.
+
+    jobs:    the number of processes that train; 1: this one. The losses do not depend on it
+    threads: of each of these processes, if they are others
     """
-    _check(config, data)
-    trials = [_new_trial(config, data, method, seed) for seed in range(config.seeds) for method in config.methods]
-    kept: list[Row] = []
+    check(config, data, Ranks().size)
+    experiment = Experiment(config, data, out, progress)
     if resume:
-        kept = _rows_of_others(out, trials)
-        for trial in trials:
-            _load(trial, out, _identity(config, data, trial.method))
-    writes = Ranks().rank == 0
+        experiment.load()
     (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)  # after everything that raises for a wrong setting
-    with locked(out) if writes else nullcontext():
-        for trial in trials:
-            progress.update(trial.method, trial.rows, config.epochs)
-        for trial in _turns(trials, config.epochs):
-            if trial.epoch == 0:
-                _warm_up(config, data, trial.method)
-            _run_epoch(trial, config, data, progress)
-            if writes:
-                _save(trial, out, _identity(config, data, trial.method))
-                write_results(out / "results.csv", _all_rows(kept, trials))
-            progress.update(trial.method, trial.rows, config.epochs)
-        if writes:
-            write_results(out / "results.csv", _all_rows(kept, trials))
-            for folder in (out, out / CHECKPOINTS):
-                remove_temporary_files(folder)  # of an earlier run that was killed while writing
-    return _all_rows(kept, trials)
+    with experiment.writing():
+        if jobs == 1:
+            run_jobs(experiment, lambda: Here(Training(config, data, out)), 1, progress)
+        else:
+            with shared(data, out) as file:
+                run_jobs(experiment, lambda: Workers(jobs, Training(config, file, out), threads), jobs, progress)
+    return experiment.rows()
 
 
-def _all_rows(kept: Sequence[Row], trials: Sequence[Trial]) -> list[Row]:
-    return [*kept, *(row for trial in trials for row in trial.rows)]
-
-
-def _check(config: Config, data: Dataset) -> None:
-    """Raise for settings that would otherwise fail in the middle of a run."""
+def check(config: Config, data: Dataset, processes: int) -> None:
+    """Raise for settings that would otherwise fail in the middle of a run, or in another process."""
     if data.classes < 2:
         raise ValueError(f"{data.name} has only one class; at least two are required")
-    processes = Ranks().size
     if min(config.batch, len(data.x_train)) % processes:
         raise ValueError(f"--batch {config.batch} cannot be divided equally among {processes} processes")
     normalised = [name for name in ("bn", "bn-recipe") if name in config.methods]
@@ -150,15 +73,8 @@ def _check(config: Config, data: Dataset) -> None:
             "batch normalisation requires at least two examples per batch; use --batch 2 or leave out "
             + " and ".join(normalised)
         )
-
-
-def _rows_of_others(out: Path, trials: Sequence[Trial]) -> list[Row]:
-    """The rows in results.csv of methods and seeds not in `trials`; none if the file is missing or malformed."""
-    own = {(trial.method, trial.seed) for trial in trials}
-    try:
-        return [row for row in read_results(out / "results.csv") if (row.method, row.seed) not in own]
-    except (OSError, RecordError):
-        return []
+    for method in config.methods:
+        new_trial(config, data, method, seed=0)
 
 
 @contextmanager
@@ -173,179 +89,97 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
-def _turns(trials: Sequence[Trial], epochs: int) -> Iterator[Trial]:
-    """The trials in the order in which they train: seed by seed, epoch by epoch, each epoch with another method first.
+class Experiment:
+    """The rows of a run, in the folder of its results, and what remains to be trained."""
 
-    Methods that take turns share slow phases of the machine, so that their times can be compared.
-    """
-    for seed in dict.fromkeys(trial.seed for trial in trials):
-        own = [trial for trial in trials if trial.seed == seed]
-        for epoch in range(epochs + 1):
-            first = epoch % len(own)
-            for trial in own[first:] + own[:first]:
-                if trial.epoch < epoch and not trial.diverged:
-                    yield trial
+    def __init__(self, config: Config, data: Dataset, out: Path, progress: Progress) -> None:
+        self.config = config
+        self.data = data
+        self.out = out
+        self.progress = progress
+        pairs = [(method, seed) for seed in range(config.seeds) for method in config.methods]
+        self.trials: dict[tuple[str, int], list[Row]] = {pair: [] for pair in pairs}
+        self.others: list[Row] = []  # of methods and seeds that an earlier run trained, and this one does not
 
+    def load(self) -> None:
+        """Continue the run in the folder, if there is one; ResumeError if its settings differ."""
+        with suppress(OSError, RecordError):  # results.csv may be missing or malformed
+            rows = read_results(self.out / "results.csv")
+            self.others = [row for row in rows if (row.method, row.seed) not in self.trials]
+        for method, seed in self.trials:
+            path = checkpoint(self.out, method, seed)
+            if path.exists():
+                self.trials[method, seed] = rows_of(read_checkpoint(path, identity(self.config, self.data, method)))
+        if any(self.trials.values()):
+            job = next(self.ready(()), None)
+            where = f"seed {job.seed}, " if job is not None and job.seed else ""
+            end = "all epochs are trained" if job is None else f"resuming at {where}epoch {job.epoch} of {job.epochs}"
+            self.progress.message(end)
 
-def _warm_up(config: Config, data: Dataset, method: str) -> None:
-    """Train a network that is thrown away for two updates, because the first updates in a process are slow."""
-    trial = _new_trial(config, data, method, seed=0)
-    first = torch.arange(len(data.x_train))[: 2 * config.batch]
-    train_epoch(trial.state, data.x_train, data.y_train, first, config.batch, network=trial.network)
-
-
-def _new_trial(config: Config, data: Dataset, method: str, seed: int) -> Trial:
-    plain = perceptron([data.features, *config.hidden, data.classes], config.activation, seed)
-    whitening = replace(METHODS[method].whitening, **config.whitening)
-    problem = Problem(plain, config.lr, data.x_train, data.y_train, seed, whitening)
-    updates = config.epochs * _updates(len(data.x_train), config.batch)
-    return Trial(method, seed, METHODS[method].start(problem, updates), [])
-
-
-def _updates(examples: int, batch: int) -> int:
-    """The number of updates of an epoch: only full batches, but at least one."""
-    return max(1, examples // batch)
-
-
-def _run_epoch(trial: Trial, config: Config, data: Dataset, progress: Progress) -> None:
-    """Train for one epoch, then evaluate with the clock stopped. A new trial is only evaluated, as epoch 0."""
-    epoch = trial.epoch + 1
-    step = trial.rows[-1].step if trial.rows else 0
-    seconds = trial.rows[-1].seconds if trial.rows else 0.0
-    failure: Exception | None = None
-    name = f"{trial.method}, seed {trial.seed}"
-    if epoch > 0:
-        generator = torch.Generator().manual_seed(trial.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(data.x_train), generator=generator)
-        with _warnings_as_messages(f"{name}, epoch {epoch}", progress):
-            start = time.perf_counter()
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lock the folder, keep it free of half-written files, and write results.csv, even if nothing was trained."""
+        if Ranks().rank > 0:
+            yield
+            return
+        with locked(self.out):
+            self._remove_temporary_files()  # of a run that was killed
             try:
-                step += train_epoch(
-                    trial.state, data.x_train, data.y_train, order, config.batch,
-                    lambda fraction: progress.tick(trial.method, fraction), trial.network,
-                )  # fmt: skip
-            except (WhiteningError, FloatingPointError) as error:  # the second comes from the drop-in optimizer
-                failure = error
-            seconds += time.perf_counter() - start
-    losses = (math.nan, math.nan, math.nan) if failure else _evaluate(trial.state.deployed(), data)
-    trial.rows.append(Row(trial.method, trial.seed, epoch, step, seconds, *losses))
-    if trial.diverged:
-        progress.message(f"{name}: diverged in epoch {epoch}: {failure or 'the loss is not finite'}")
+                yield
+            finally:
+                self._remove_temporary_files()  # of workers that were interrupted
+            write_results(self.out / "results.csv", self.rows())
 
+    def _remove_temporary_files(self) -> None:
+        for folder in (self.out, self.out / CHECKPOINTS):
+            remove_temporary_files(folder)
 
-def train_epoch(
-    state: TrainingState,
-    x: Tensor,
-    y: Tensor,
-    order: Tensor,
-    batch: int,
-    tick: Callable[[float], None] = lambda fraction: None,
-    network: nn.Module | None = None,
-) -> int:
-    """Train on every full batch of `order` once; return the number of updates.
+    def rows(self) -> list[Row]:
+        return [*self.others, *(row for rows in self.trials.values() for row in rows)]
 
-    tick:    receives the fraction done
-    network: the model as it is called, if it is wrapped
-    """
-    model = (state.model if network is None else network).train()
-    updates = _updates(len(order), batch)
-    ranks = Ranks()
-    for step, whole in enumerate(torch.split(order[: updates * batch], batch), start=1):
-        chosen = whole[ranks.rank :: ranks.size]
-        inputs = x[chosen]
-        labels = y[chosen]
-        if state.rewhitening is not None:
-            state.rewhitening.step(inputs, labels)
-        state.optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
-        state.optimizer.step()
-        state.after_update()
-        if step % 50 == 0:
-            tick(step / updates)
-    return updates
+    # Running, as `workers.run_jobs` asks for it ----------------------------------------------------------------------
 
+    def ready(self, running: Collection[Epoch]) -> Iterator[Epoch]:
+        """The next epochs: seed by seed, epoch by epoch, each epoch with another method first.
 
-@contextmanager
-def _warnings_as_messages(where: str, progress: Progress) -> Iterator[None]:
-    """Report whitening warnings through `progress`, because printing them directly would garble the bars."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", WhiteningWarning)
-        yield
-    for warning in caught:
-        progress.message(f"{where}: {warning.message}")
-
-
-@torch.no_grad()
-def _evaluate(model: nn.Module, data: Dataset) -> tuple[float, float, float]:
-    """Return training loss, validation loss and validation accuracy."""
-    output = model(data.x_test)
-    train_loss = F.cross_entropy(model(data.x_train), data.y_train)
-    accuracy = (output.argmax(dim=1) == data.y_test).double().mean()
-    return float(train_loss), float(F.cross_entropy(output, data.y_test)), float(accuracy)
-
-
-def _identity(config: Config, data: Dataset, method: str) -> dict[str, Any]:
-    """The settings that must be equal for a checkpoint to be resumed."""
-    own = {k: v for k, v in asdict(config).items() if k not in ("methods", "epochs", "seeds", "whitening")}
-    own |= {"hidden": list(config.hidden), "data": data.name, "fingerprint": data.fingerprint}
-    own |= {f"optimizer.{name}": value for name, value in METHODS[method].defaults.items()}  # a release may change them
-    if (recipe := METHODS[method].recipe) is not None:
-        own |= {"epochs": config.epochs} | {f"recipe.{name}": value for name, value in asdict(recipe).items()}
-    return own | (asdict(replace(METHODS[method].whitening, **config.whitening)) if METHODS[method].sides else {})
-
-
-def _path(out: Path, trial: Trial) -> Path:
-    return out / CHECKPOINTS / f"{trial.method}-{trial.seed}.pt"
-
-
-def _save(trial: Trial, out: Path, identity: dict[str, Any]) -> None:
-    rows = [asdict(row) for row in trial.rows]
-    file = io.BytesIO()
-    torch.save({"identity": identity, "rows": rows, "trainee": trial.state.state_dict()}, file)
-    write_atomically(_path(out, trial), file.getvalue())
-
-
-def _load(trial: Trial, out: Path, identity: dict[str, Any]) -> None:
-    """Continue from the trial's checkpoint if there is one; ResumeError if its settings differ."""
-    path = _path(out, trial)
-    if not path.exists():
-        return
-    saved = _read_checkpoint(path)
-    old = saved["identity"]
-    if differing := "; ".join(
-        f"{key} was {old.get(key)}, now {new}" for key, new in identity.items() if old.get(key) != new
-    ):
-        raise ResumeError(
-            f"{path} belongs to a run with other settings: {differing}. "
-            f"Use the same settings, or another --out, or leave out {trial.method}"
+        Methods that take turns share slow phases of the machine, so that their times can be compared.
+        """
+        busy = [(job.method, job.seed) for job in running]
+        jobs = [
+            Epoch(method, seed, max(0, last_epoch(rows)) + 1, self.config.epochs)
+            for (method, seed), rows in self.trials.items()
+            if self._left(rows) and (method, seed) not in busy
+        ]
+        methods = self.config.methods
+        yield from sorted(
+            jobs, key=lambda job: (job.seed, job.epoch, (methods.index(job.method) - job.epoch) % len(methods))
         )
-    trial.state.load_state_dict(saved["trainee"])
-    trial.rows = [Row(**row) for row in saved["rows"]]
 
+    def _left(self, rows: Sequence[Row]) -> int:
+        """The number of epochs left to train a network that has these rows."""
+        return 0 if diverged(rows) else max(0, self.config.epochs - max(0, last_epoch(rows)))
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        saved = torch.load(path, weights_only=True)
-        if isinstance(saved, dict) and {"identity", "rows", "trainee"} <= set(saved):
-            # Older checkpoints have the solver under its former name.
-            saved["identity"].setdefault("solver", saved["identity"].get("factorisation"))
-            return saved
-    except (RuntimeError, EOFError, ValueError, UnpicklingError):
-        pass
-    raise ResumeError(f"{path} is not a checkpoint of a run, or is damaged; delete it to train that network again")
+    def keep(self, job: Epoch, outcome: Outcome) -> None:
+        self.trials[job.method, job.seed] = outcome.rows
+        for line in outcome.messages:
+            self.progress.message(line)
+        if Ranks().rank == 0:
+            write_results(self.out / "results.csv", self.rows())
 
+    def give_up(self, job: Epoch) -> None:
+        raise ChildProcessError(f"the process of {job} died twice, perhaps for lack of memory; use fewer --jobs")
 
-def load_trained(path: Path, data: Dataset) -> nn.Module:
-    """Load the network of a checkpoint for use: stock layers, in eval mode."""
-    if not path.exists():
-        raise ResumeError(f"{path}: no such checkpoint; a run saves them in its output folder, under {CHECKPOINTS}")
-    saved = _read_checkpoint(path)
-    identity = saved["identity"]
-    if identity["fingerprint"] != data.fingerprint:
-        raise ResumeError(f"{path} was trained on {identity['data']}, which differs from the data given, {data.name}")
-    config = Config(activation=identity["activation"], hidden=tuple(identity["hidden"]))
-    trial = _new_trial(config, data, path.stem.rpartition("-")[0], seed=0)
-    trial.state.model.load_state_dict(saved["trainee"]["model"])
-    if trial.state.average is not None:
-        trial.state.average.load_state_dict(saved["trainee"]["average"])
-    return trial.state.deployed()
+    def kind(self, job: Epoch) -> str:
+        return job.method
+
+    def price(self, kind: str) -> float:
+        return 1.0
+
+    def total(self) -> int:
+        return self.config.epochs * len(self.trials)
+
+    def remaining(self) -> Counter[str]:
+        count: Counter[str] = Counter()
+        for (method, _), rows in self.trials.items():
+            count[method] += self._left(rows)
+        return count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,21 +14,21 @@ from bprong.experiments.bench.methods import Method, space
 from bprong.experiments.bench.plan import Plan
 from bprong.experiments.bench.targets import Target
 from bprong.experiments.bench.workloads import Workload
+from bprong.experiments.workers import Here
 
 
-class Inline(Executor):
-    """Runs a call at once; `killed_at`: the number of calls after which it raises KeyboardInterrupt."""
+class Inline(Here):
+    """Runs a job at once; `killed_at`: the number of jobs after which it raises KeyboardInterrupt."""
 
     def __init__(self, killed_at: int = 10**6) -> None:
+        super().__init__(worker.execute)
         self.left = killed_at
 
-    def submit(self, call, /, *arguments, **settings):
+    def submit(self, job):
         if self.left == 0:
             raise KeyboardInterrupt
         self.left -= 1
-        future = Future()
-        future.set_result(call(*arguments, **settings))
-        return future
+        return super().submit(job)
 
 
 def data(split):

@@ -7,7 +7,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -18,15 +17,16 @@ import bprong
 from bprong.experiments.bench.figures import draw
 from bprong.experiments.bench.finding import find_targets
 from bprong.experiments.bench.page import terminal, write_page
-from bprong.experiments.bench.plan import Plan, cut, duration, estimated_seconds, within
-from bprong.experiments.bench.progress import progress_for_output
-from bprong.experiments.bench.records import Folder
-from bprong.experiments.bench.running import Benchmark, processes
+from bprong.experiments.bench.plan import Job, Plan, cut, estimated_seconds, within
+from bprong.experiments.bench.records import Folder, Record
+from bprong.experiments.bench.running import Benchmark
 from bprong.experiments.bench.summary import Summary
-from bprong.experiments.bench.worker import set_up
+from bprong.experiments.bench.worker import execute
 from bprong.experiments.bench.workloads import WORKLOADS
+from bprong.experiments.progress import duration, progress_for_output
 from bprong.experiments.records import write_atomically, write_json
 from bprong.experiments.runner import OutError, locked
+from bprong.experiments.workers import Pool, Workers, available_cores, run_jobs, set_up_torch
 
 PACKAGES = ("torch", "pytorch_optimizer", "prodigyopt", "schedulefree", "singd", "asdfghjkl")
 PUBLISHED = ("profiles", "validation_seconds", "validation_steps", "training_seconds")
@@ -45,14 +45,14 @@ class Options:
     plan: Plan
     out: Path
     budget: float | None = None
-    workers: int = os.cpu_count() or 1
+    jobs: int = available_cores()
     resume: bool = False
     draw: bool = False
     publish: Path | None = None
 
 
-def bench(options: Options, start: Callable[[], Executor] | None = None, log: Log = print) -> Summary:
-    """Run the benchmark and write its results to the output folder. start: makes the executor of the runs."""
+def bench(options: Options, start: Callable[[], Pool[Job, Record]] | None = None, log: Log = print) -> Summary:
+    """Run the benchmark and write its results to the output folder. start: makes what runs the jobs."""
     folder = Folder(options.out)
     _check(options)
     if options.resume or options.draw:
@@ -64,7 +64,7 @@ def bench(options: Options, start: Callable[[], Executor] | None = None, log: Lo
     record = describe(options, plan, shortened)
     with locked(options.out):
         if not options.draw:
-            record["finished"] = _run(benchmark, options, start or partial(processes, options.workers))
+            record["finished"] = _run(benchmark, options, start or partial(Workers, options.jobs, execute))
         summary = _write(benchmark, record, log)
     if options.publish is not None:
         publish(options.out, options.publish)
@@ -94,23 +94,24 @@ def _shortened(options: Options) -> tuple[Plan, str]:
     """The plan that fits the budget, and what it leaves out, in words."""
     if options.budget is None:
         return options.plan, ""
-    plan = within(options.plan, options.budget, options.workers)
-    return plan, cut(options.plan, plan, options.workers, options.budget)
+    plan = within(options.plan, options.budget, options.jobs)
+    return plan, cut(options.plan, plan, options.jobs, options.budget)
 
 
 def _announcement(plan: Plan, options: Options, shortened: str) -> str:
-    time_ = duration(estimated_seconds(plan, options.workers))
+    time_ = duration(estimated_seconds(plan, options.jobs))
     what = f"workloads: {len(plan.workloads)}, methods: {len(plan.methods)}, trials: {plan.trials}, seeds: {plan.seeds}"
-    text = f"{what}, runs: {plan.runs}, about {time_}; number of processes: {options.workers}"
+    text = f"{what}, runs: {plan.runs}, about {time_}; number of processes: {options.jobs}"
     return f"{text}\nBudget: {shortened}" if shortened else text
 
 
-def _run(benchmark: Benchmark, options: Options, start: Callable[[], Executor]) -> bool:
+def _run(benchmark: Benchmark, options: Options, start: Callable[[], Pool[Job, Record]]) -> bool:
     """Run what is missing; return whether all of it was done within the budget."""
     deadline = float("inf") if options.budget is None else time.monotonic() + options.budget
-    progress = progress_for_output()
-    with progress:
-        return benchmark.run(start, options.workers, progress, deadline)
+    with progress_for_output() as progress:
+        if finished := len(benchmark.finished()):
+            progress.message(f"resuming after {finished} of {benchmark.total()} runs")
+        return run_jobs(benchmark, start, options.jobs, progress, deadline)
 
 
 def _write(benchmark: Benchmark, record: dict[str, Any], log: Log) -> Summary:
@@ -119,7 +120,7 @@ def _write(benchmark: Benchmark, record: dict[str, Any], log: Log) -> Summary:
     out = benchmark.folder.path
     summary = Summary.of(rows)
     if not record.get("finished", True):
-        left = benchmark.total() - len(benchmark.finished())
+        left = benchmark.remaining().total()
         record["cut"] = f"{record['cut']}; " if record["cut"] else ""
         record["cut"] += f"the budget ended with {left} runs left; --resume continues"
     write_json(out / "run.json", record)
@@ -143,7 +144,7 @@ def describe(options: Options, plan: Plan, shortened: str) -> dict[str, Any]:
     return {
         "command": f"bprong bench --workloads {','.join(plan.workloads)}",
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {processor()}, {options.workers} processes with one thread each",
+        "machine": f"{os.cpu_count()} cores, {processor()}, {options.jobs} processes with one thread each",
         "versions": versions,
         "trials": plan.trials,
         "seeds": plan.seeds,
@@ -164,7 +165,7 @@ def processor() -> str:
 
 def recompute_targets(workloads: tuple[str, ...], log: Log = print) -> None:
     """Find the targets of workloads again and print them as lines for targets.py."""
-    set_up()
+    set_up_torch(threads=1)
     for name in workloads:
         log(f"{name}: {WORKLOADS[name].title}")
         found = find_targets(WORKLOADS[name], log)

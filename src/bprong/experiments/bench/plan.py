@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from bprong.experiments.bench.methods import METHODS, Method
 from bprong.experiments.bench.search import trials
 from bprong.experiments.bench.workloads import WORKLOADS, Workload
+from bprong.experiments.progress import duration
 
 Stage = Literal["tuning", "test"]
 TRIALS = 5
@@ -96,40 +96,41 @@ def limit(workload: Workload) -> float:
     return LIMIT * workload.seconds
 
 
-def estimated_seconds(plan: Plan, workers: int) -> float:
+def estimated_seconds(plan: Plan, jobs: int) -> float:
     """About how long a plan takes with so many processes."""
     total = 0.0
     for name in plan.workloads:
         workload = WORKLOADS[name]
         for method in (METHODS[each] for each in plan.present(name)):
             count = (min(plan.trials, AUTOMATIC_RUNS) if method.automatic else plan.trials) + plan.seeds
-            total += count * _run_seconds(workload, method)
-    return total / workers
+            total += count * run_seconds(workload, method)
+    return total / jobs
 
 
-def _run_seconds(workload: Workload, method: Method) -> float:
+def run_seconds(workload: Workload, method: Method) -> float:
+    """About how long a run takes."""
     return min(limit(workload), SHARE * method.price * workload.seconds)
 
 
-def within(plan: Plan, budget: float, workers: int) -> Plan:
+def within(plan: Plan, budget: float, jobs: int) -> Plan:
     """The plan with the most trials and seeds that fits a budget of seconds; at least one trial and one seed."""
     for count, seeds in STEPS_DOWN:
         smaller = Plan(plan.workloads, plan.methods, min(count, plan.trials), min(seeds, plan.seeds))
-        if estimated_seconds(smaller, workers) <= budget:
+        if estimated_seconds(smaller, jobs) <= budget:
             break
     return smaller
 
 
-def cut(full: Plan, plan: Plan, workers: int, budget: float) -> str:
+def cut(full: Plan, plan: Plan, jobs: int, budget: float) -> str:
     """What a budget left out, in words; empty if nothing."""
     parts = []
     if plan.trials < full.trials:
         parts.append(f"{plan.trials} of {full.trials} trials")
     if plan.seeds < full.seeds:
         parts.append(f"{plan.seeds} of {full.seeds} fresh seeds")
-    needed = estimated_seconds(plan, workers)
+    needed = estimated_seconds(plan, jobs)
     late = f"; even this takes about {duration(needed)}" if needed > budget else ""
-    whole = duration(estimated_seconds(full, workers))
+    whole = duration(estimated_seconds(full, jobs))
     return f"cut to {' and '.join(parts)}: all would take about {whole}{late}" if parts else ""
 
 
@@ -143,17 +144,6 @@ def parse_duration(text: str) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise ValueError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1h30m")
     return sum(float(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(40), duration(600), duration(5400)
-    ('40 s', '10 min', '1 h 30 min')
-    """
-    if seconds < 100:
-        return f"{math.ceil(seconds)} s"
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def names_in(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:

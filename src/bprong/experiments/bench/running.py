@@ -1,29 +1,18 @@
-"""Run a plan in several processes, keep every finished run at once, and continue where an earlier benchmark stopped."""
+"""The state of a benchmark: which runs are done, which come next, and where an earlier benchmark stopped."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from collections.abc import Collection, Iterator
 
 from bprong.experiments.bench.methods import METHODS
-from bprong.experiments.bench.plan import Job, Plan
+from bprong.experiments.bench.plan import Job, Plan, run_seconds
 from bprong.experiments.bench.records import FAILED, Folder, Record, Row, failed, missing_rows, sorted_rows
 from bprong.experiments.bench.scores import badness, reached_any
-from bprong.experiments.bench.worker import execute, set_up
 from bprong.experiments.bench.workloads import WORKLOADS
 
-Report = Callable[[Job, Record, int, int], None]  # job, its record, runs done and runs known so far
-ATTEMPTS = 2  # of a run whose process died, as it may have been the other process's fault
+Kind = tuple[str, str]  # workload and method, whose runs take about equally long
 NO_TARGET = "no trial reached a target, so that it was not rerun on fresh seeds"
-
-
-def processes(workers: int) -> Executor:
-    """Worker processes with one thread each. They are new processes, so that nothing of this one is inherited."""
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=set_up)
 
 
 class Benchmark:
@@ -34,7 +23,6 @@ class Benchmark:
         self.folder = folder
         self._present = {workload: plan.present(workload) for workload in plan.workloads}
         self._trials = {workload: plan.tuning(workload) for workload in plan.workloads}
-        self._started: set[str] = set()
 
     # What is known -------------------------------------------------------------------------------------------------
 
@@ -88,62 +76,38 @@ class Benchmark:
     def _tuned(self, workload: str) -> bool:
         return all(self.folder.find(job) is not None for job in self._trials[workload])
 
-    # Running -------------------------------------------------------------------------------------------------------
+    # Running, as `workers.run_jobs` asks for it ---------------------------------------------------------------------
 
-    def run(self, start: Callable[[], Executor], workers: int, report: Report, deadline: float) -> bool:
-        """Run what is missing; return whether everything was done before the deadline (of `time.monotonic`)."""
-        attempts: Counter[str] = Counter()
-        while True:
-            executor = start()
-            try:
-                self._started.clear()
-                return self._run_in(executor, workers, report, deadline, attempts)
-            except BrokenProcessPool:
-                continue  # a process died: new ones repeat what it was doing
-            finally:
-                executor.shutdown(wait=False, cancel_futures=True)
-
-    def _run_in(
-        self, executor: Executor, workers: int, report: Report, deadline: float, attempts: Counter[str]
-    ) -> bool:
-        running: dict[Future[Record], Job] = {}
-        while True:
-            while len(running) < workers and time.monotonic() < deadline:
-                job = next(self._ready(), None)
-                if job is None:
-                    break
-                self._started.add(job.name)
-                attempts[job.name] += 1
-                if attempts[job.name] > ATTEMPTS:
-                    self._keep(job, failed(job, "the process died"), report)
-                else:
-                    running[executor.submit(execute, job)] = job
-            if not running:
-                return next(self._ready(), None) is None
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                job = running.pop(future)
-                self._keep(job, future.result(), report)
-
-    def _keep(self, job: Job, record: Record, report: Report) -> None:
-        self.folder.add(job, record)
-        self.folder.write_csv(self.rows())
-        report(job, record, len(self.finished()), self.total())
-
-    def _ready(self) -> Iterator[Job]:
+    def ready(self, running: Collection[Job]) -> Iterator[Job]:
         """Jobs that have neither been run nor begun, in order; fresh seeds come after all trials of a workload."""
         for workload in self.plan.workloads:
             for job in self._known(workload):
-                if job.name not in self._started and self.folder.find(job) is None:
+                if job not in running and self.folder.find(job) is None:
                     yield job
 
-    def total(self) -> int:
-        """The number of runs: exact for workloads whose trials are done, the greatest possible for others."""
-        count = 0
+    def keep(self, job: Job, record: Record) -> None:
+        self.folder.add(job, record)
+        self.folder.write_csv(self.rows())
+
+    def give_up(self, job: Job) -> None:
+        self.keep(job, failed(job, "the process died"))
+
+    def kind(self, job: Job) -> Kind:
+        return job.workload, job.method
+
+    def price(self, kind: Kind) -> float:
+        workload, method = kind
+        return run_seconds(WORKLOADS[workload], METHODS[method])
+
+    def remaining(self) -> Counter[Kind]:
+        """The number of runs that are not done; the greatest possible for workloads whose trials are not done."""
+        count: Counter[Kind] = Counter()
         for workload in self.plan.workloads:
-            if self._tuned(workload):
-                count += len(self._known(workload))
-            else:
-                rerun = dict.fromkeys(self._present[workload])
-                count += len(self._trials[workload]) + self.plan.seeds * len(rerun)
+            count.update(self.kind(job) for job in self._known(workload) if self.folder.find(job) is None)
+            if not self._tuned(workload):
+                count.update({(workload, name): self.plan.seeds for name in self._present[workload]})
         return count
+
+    def total(self) -> int:
+        """The number of runs, as far as it is known."""
+        return len(self.finished()) + self.remaining().total()

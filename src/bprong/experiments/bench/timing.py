@@ -42,9 +42,12 @@ class Clock:
     """Counts the seconds of training: a step counts as its wall time or its processor time, whichever is less.
 
     So the seconds in which another program holds all cores do not count.
+
+    counts_waiting: always count wall time, because processes that train together wait for each other
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_waiting: bool = False) -> None:
+        self.counts_waiting = counts_waiting
         self.seconds = 0.0
 
     @contextmanager
@@ -52,7 +55,8 @@ class Clock:
         wall = time.perf_counter()
         processor = time.process_time()
         yield
-        self.seconds += min(time.perf_counter() - wall, time.process_time() - processor)
+        spent = time.perf_counter() - wall
+        self.seconds += spent if self.counts_waiting else min(spent, time.process_time() - processor)
 
 
 def seconds_on(optimizer: Any, part: str) -> float:

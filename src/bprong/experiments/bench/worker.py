@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import multiprocessing
-import os
-import threading
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,31 +23,20 @@ STATUS = Path("/proc/self/status")
 MEBI = 1 << 20
 
 
-def set_up() -> None:
-    """Prepare a worker process: one thread, denormal numbers as zero, and what is slow only the first time done."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
+@cache
+def warm_up() -> None:
+    """Do what is slow only the first time in a process."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.zeros(1, 2)).sum().backward()
         optimizer.step()
-    gc.collect()
-    gc.freeze()  # modules need not be searched for garbage between runs
-
-
-def _end_with_parent() -> None:
-    """End this process when the command has ended, even if that was killed: it would disturb the next one."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def execute(job: Job) -> Record:
     """Run a job. Any exception becomes a record that says what happened: peers may fail on some workload."""
+    warm_up()
     workload = WORKLOADS[job.workload]
     method = METHODS[job.method]
     split = split_of(job)
