@@ -243,12 +243,15 @@ def test_half_whitening_is_whole_whitening_by_the_roots():
     original = SpectralDirection._metric
     seen = []
 
-    def rooted(direction, side):
-        if direction is optimizers[1]._rule.direction and side.factor is not None:
+    def rooted(direction, layer, dtype):
+        if direction is not optimizers[1]._rule.direction:
+            return original(direction, layer, dtype)
+        roots = []
+        for side in (layer.backward, layer.forward):
             values, vectors = torch.linalg.eigh(side.factor.inverse)
             seen.append(side)
-            return Dense(vectors @ values.sqrt().diag() @ vectors.T, side.blocks)
-        return original(direction, side)
+            roots.append(Dense(vectors @ values.sqrt().diag() @ vectors.T, side.blocks))
+        return Metric(*roots)
 
     try:
         SpectralDirection._metric = rooted

@@ -64,13 +64,13 @@ class Listener:
             Guard.take_off(weakref.ref(owner.model))
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            if self.wanted and module.training and torch.is_grad_enabled() and not _is_exporting():
+                self.compiled = ((args, kwargs), self.compiled)
+            return
         if not self.wanted:
             return
         training = module.training and torch.is_grad_enabled()
-        if torch.compiler.is_compiling():
-            if training and not _is_exporting():
-                self.compiled = ((args, kwargs), self.compiled)
-            return
         # A model that calls itself is called once.
         starts = training and not self._running and not is_own_pass() and not _is_transformed()
         owner = self.owner() if starts else None
@@ -80,7 +80,7 @@ class Listener:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         # torch.jit.script, which shows these lines, cannot compile the hooks of an optimizer. Use torch.export.export
         # or torch.jit.trace (Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting.
-        if not self.wanted or torch.compiler.is_compiling() or not self._running:
+        if torch.compiler.is_compiling() or not self.wanted or not self._running:
             return
         with Uninterrupted():
             begun = self._running.pop()
@@ -89,7 +89,7 @@ class Listener:
                 owner.finish(begun, returned)
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        if not self.wanted or torch.compiler.is_compiling() or is_own_pass():
+        if torch.compiler.is_compiling() or not self.wanted or is_own_pass():
             return
         owner = self.owner()
         y = kwargs.get("target", args[-1] if args else None)

@@ -273,7 +273,8 @@ class BPRONG(Optimizer):
         """A step for which nothing is measured; False: it was refused."""
         whitening = self._whitening
         start = time.perf_counter()
-        if not gradients.values:
+        undoes = type(self._rule).undo_if_blown_up_ is not StepRule.undo_if_blown_up_
+        if not gradients.values or (undoes and self._rule.undo_if_blown_up_(gradients)):
             return False
         with without_autocast(next(iter(gradients.values)).device.type):
             try:
