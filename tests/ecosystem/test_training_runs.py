@@ -191,7 +191,9 @@ def test_the_trainer_takes_the_class_and_its_arguments(tmp_path: Path) -> None:
     with bprong.register(Conv1D, like=nn.Linear, transposed=True):
         model = gpt2()
         plain = gpt2()
-        chosen = (bprong.BPRONG, {"model": model, "loss": "cross_entropy", "lr": 0.05, "every": 2})
+        # Drawn targets could differ between two paths that differ by the rounding of the Trainer's loss.
+        rule = {"loss": "cross_entropy", "lr": 0.05, "every": 2, "options": {"fisher": "exact"}}
+        chosen = (bprong.BPRONG, {"model": model, **rule})
         rows = language_batches(6)
         settings = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
         trainer = Trainer(
@@ -199,5 +201,5 @@ def test_the_trainer_takes_the_class_and_its_arguments(tmp_path: Path) -> None:
         )
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
         trainer.train()
-        train(plain, bprong.BPRONG(plain, "cross_entropy", lr=0.05, every=2), rows, inside)
-    assert_same_path(snapshot(model), snapshot(plain), 1e-3)
+        train(plain, bprong.BPRONG(plain, **rule), rows, inside)
+    assert_same_path(snapshot(model), snapshot(plain), 1e-5)

@@ -282,7 +282,8 @@ class Batches:
         self.reached = [one for one in self.reached if one.accumulated == accumulates]
         task = torch._C._current_graph_task_id()
         finished = [one for one in self.reached if one.task != task]
-        trained = self.meter.given if self.meter is not None else self.model.parameters()
+        # While gradients accumulate, those of a sharded model are kept at its whole parameters.
+        trained = self.model.parameters() if self.meter is None or self._leaves else self.meter.given
         if finished and _all_zero(trained):
             self.reached = [one for one in self.reached if one.task == task]  # other gradients were thrown away
         elif begun.task != task:

@@ -25,13 +25,17 @@ class FixedRate(StepRule):
 
     v is a velocity in ordinary coordinates, which a new whitener leaves as it is.
 
-    max_step: a bound on the length of each step in the Fisher metric, momentum included; None: no bound
+    max_step:       a bound on the length of each step in the Fisher metric, momentum included; None: no bound
+    fallback_limit: on the learning rate of Adam's steps where there is such a bound; None: no limit
     """
 
-    def __init__(self, damping: GivenDamping, max_step: float | None, fallback: Fallback) -> None:
+    def __init__(
+        self, damping: GivenDamping, max_step: float | None, fallback: Fallback, fallback_limit: float | None = None
+    ) -> None:
         self._damping = damping
         self._max_step = max_step
         self._fallback = fallback
+        self._fallback_limit = fallback_limit
         self._momentum = 0.0  # the largest that was given, before a scheduler changed it
         self._warned = False
         self.checks = max_step is not None
@@ -57,7 +61,7 @@ class FixedRate(StepRule):
         biases: list[BiasTerm] = []
         directions = layers.steps(gradients.values, rates if differ else {}, biases)
         units = layers.units(rates) if differ else rates
-        scale, fallback_scale = self._scales(directions, units, biases, gradients, layers)
+        scale = self._scale(directions, units, biases, gradients, layers)
         velocities = _make_(directions, units, scale, gradients)
         for layer in layers.values() if gradients.noted else ():
             if layer.weight in velocities:
@@ -66,9 +70,15 @@ class FixedRate(StepRule):
         others = {p: g for p, g in gradients.values.items() if p not in directions}
         if others:
             _decay_(others, groups)
-            rates = {p: fallback_scale * rates[p] for p in others}
+            rates = {p: rates[p] * self._fallback_part(groups[p]) for p in others}
             for p, step in self._fallback.directions(others, gradients.states, rates).items():
                 p.add_(step)
+
+    def _fallback_part(self, group: Group) -> float:
+        """The part of a group's rate at which Adam's stays within its limit. A schedule lowers both."""
+        if self._max_step is None or self._fallback_limit is None:
+            return 1.0
+        return min(1.0, self._fallback_limit / max(self._fallback.rate * _highest(group), 1e-300))
 
     def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
         """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""
@@ -83,23 +93,22 @@ class FixedRate(StepRule):
                 f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
             )
 
-    def _scales(
+    def _scale(
         self,
         directions: Mapping[Tensor, Tensor],
         units: Mapping[Tensor, float],
         biases: Sequence[BiasTerm],
         gradients: Gradients,
         layers: Layers,
-    ) -> tuple[float, float]:
-        """The factors that reduce a step to the bound, and Adam's step of other parameters with it.
+    ) -> float:
+        """The factor that reduces a step to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
-        the bound. A learning rate below its highest lowers the bound too. The length of Adam's step is not known in the
-        Fisher metric; as it grows with the learning rate just as that of the others, it is reduced as they are.
+        the bound. A learning rate below its highest lowers the bound too.
         """
         if self._max_step is None:
             self._warn_of_cycled_momentum(gradients)
-            return 1.0, 1.0
+            return 1.0
         highest = {id(group): _highest(group) for group in gradients.groups.values()}
         groups = {id(group): group for group in gradients.groups.values()}
         scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
@@ -108,8 +117,7 @@ class FixedRate(StepRule):
             scheduled = 1.0
         momentum = max([float(group["momentum"]) for group in groups.values()])
         length = self._length(directions, units, biases, gradients, layers)
-        part = scheduled * self._max_step / max(length, 1e-150)
-        return min(1.0, (1 - momentum) * part), min(1.0, part)
+        return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
     def _length(
         self,

@@ -59,6 +59,7 @@ StepKind = Literal["natural", "spectral"]
 SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 SPECTRAL_MOMENTUM = 0.9
 MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
+MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 
 
@@ -91,9 +92,10 @@ class BPRONG(Optimizer):
                       defaults. lr="auto" chooses them along with the step unless they are given
     every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time
     max_step          a bound on the length √(dᵀFd) of each step d of the whitened parameters, momentum included; Adam's
-                      steps of other parameters are reduced with it. "auto": 0.1 for BPRONG's natural steps at a fixed
-                      lr, which makes them safe at any lr; the default damping is then raised where few observations
-                      are behind the statistics. A lowered lr lowers the bound. None: the paper's literal steps
+                      learning rate for other parameters is then at most 0.01. "auto": 0.1 for BPRONG's natural steps
+                      at a fixed lr, which makes them safe at any lr; the default damping is then raised where few
+                      observations are behind the statistics. A lowered lr lowers the bound. None: the paper's literal
+                      steps
     solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
@@ -215,7 +217,9 @@ class BPRONG(Optimizer):
             )  # fmt: skip
         if direction is not None:
             return Spectral(GivenDamping(damping, few=all_usual), direction)
-        return FixedRate(GivenDamping(damping, few=all_usual and bound is not None), bound, options.fallback(0.1))
+        limit = MOST_FALLBACK if options.fallback_rate is None else None
+        usual_damping = GivenDamping(damping, few=all_usual and bound is not None)
+        return FixedRate(usual_damping, bound, options.fallback(0.1), limit)
 
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
         rule = self._rule
