@@ -18,6 +18,9 @@ MATRIX_TESTS := tests/optim/test_optimizer.py tests/optim/test_contract.py tests
 	tests/optim/test_spectral.py tests/optim/auto tests/capture/test_calls.py tests/network/test_rewhitening.py \
 	tests/network/test_convert.py tests/faults/test_threads_and_tracing.py
 
+# Tests start many processes, and each would compile every module anew where a shell has forbidden to keep the result.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: test test-rest test-ecosystem check docs format matrix package reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt

@@ -1,4 +1,10 @@
 import os
+import signal
+
+# A shell that starts a command in the background tells it to ignore Ctrl-C, and so do all the processes that it starts:
+# tests that interrupt one would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before numpy, torch and scikit-learn are loaded, which read these once. Two workers and the processes that they start
 # share two cores: threads of BLAS and OpenMP that wait for each other there take many times as long as one thread.

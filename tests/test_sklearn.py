@@ -103,6 +103,7 @@ def test_works_in_pipelines_and_searches(estimator):
     assert search.best_score_ > 0.7
 
 
+@pytest.mark.rest
 def test_works_in_several_processes():
     X, y = problem(MLPClassifier)
     scores = cross_val_score(MLPClassifier(random_state=0), X, y, cv=2, n_jobs=2)

@@ -12,26 +12,32 @@ from bprong.distributed import Ranks, _symmetric, _triangle, assigned
 from bprong.linalg.blocks import Blocks
 from helpers import assert_close
 
-NAMES = [
-    "ranks_seeded_differently", "resumed", "saved_for_one_process", "distributed_checkpoint",
-    "a_batch_that_is_not_finite", "an_empty_batch", "an_error_on_one_rank", "gradients_that_differ",
-    "averaged_by_hand", "join", "clipped", "nothing_counted", "sharded_and_extended", "automatic_by_hand", "copies",
-    "whitened", "a_rank_that_does_not_arrive",
-]  # fmt: skip
+SLOW = (
+    "ranks_seeded_differently", "a_batch_that_is_not_finite", "clipped", "nothing_counted", "sharded_and_extended",
+    "automatic_by_hand", "copies", "a_rank_that_does_not_arrive",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found():
-    return dict(zip(NAMES, launch.run(2, *(f"behaviours:{name}" for name in NAMES)), strict=True))
+def found(two_ranks):
+    return {name.removeprefix("behaviours:"): by_rank for name, by_rank in two_ranks.items()}
+
+
+@pytest.fixture(scope="module")
+def found_slowly():
+    return dict(zip(SLOW, launch.run(2, *(f"behaviours:{name}" for name in SLOW)), strict=True))
 
 
 def same(by_rank):
     return all(torch.equal(by_rank[0], other) for other in by_rank)
 
 
-def test_the_seed_of_sampled_targets_is_rank_0s_and_no_two_ranks_sample_alike(found):
+@pytest.mark.rest
+def test_the_seed_of_sampled_targets_is_rank_0s_and_no_two_ranks_sample_alike(found_slowly):
     for name in behaviours.RULES:
-        (seed, own, first), (other_seed, others_own, second) = (of[name] for of in found["ranks_seeded_differently"])
+        (seed, own, first), (other_seed, others_own, second) = (
+            of[name] for of in found_slowly["ranks_seeded_differently"]
+        )
         assert seed == other_seed
         assert own != others_own
         assert torch.equal(first, second), name
@@ -59,9 +65,10 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(found):
         assert_close(parameters(model), expected, 1e-9, f"{name}, sharded={sharded}")
 
 
-def test_a_batch_that_is_not_finite_is_refused_by_all(found):
+@pytest.mark.rest
+def test_a_batch_that_is_not_finite_is_refused_by_all(found_slowly):
     for name in behaviours.RULES:
-        by_rank = [of[name] for of in found["a_batch_that_is_not_finite"]]
+        by_rank = [of[name] for of in found_slowly["a_batch_that_is_not_finite"]]
         assert {steps for steps, _, _ in by_rank} == {7}, name
         assert all(warned for _, warned, _ in by_rank)
         assert same([values for _, _, values in by_rank])
@@ -95,21 +102,25 @@ def test_gradients_may_be_averaged_by_hand(found):
     assert_close(found["averaged_by_hand"][0], parameters(train(case, 2)[0]), 1e-9, "averaged by hand")
 
 
-def test_the_factor_of_clipping_is_the_same_on_all_ranks(found):
+@pytest.mark.rest
+def test_the_factor_of_clipping_is_the_same_on_all_ranks(found_slowly):
     for name in ("empty", "unused"):
-        assert same([of[name] for of in found["clipped"]]), name
+        assert same([of[name] for of in found_slowly["clipped"]]), name
 
 
-def test_a_rank_whose_targets_do_not_count_adds_nothing(found):
-    assert found["nothing_counted"] == [12.0, 12.0]
+@pytest.mark.rest
+def test_a_rank_whose_targets_do_not_count_adds_nothing(found_slowly):
+    assert found_slowly["nothing_counted"] == [12.0, 12.0]
 
 
-def test_a_layer_added_to_sharded_ones_is_assigned_too(found):
-    assert same(found["sharded_and_extended"])
+@pytest.mark.rest
+def test_a_layer_added_to_sharded_ones_is_assigned_too(found_slowly):
+    assert same(found_slowly["sharded_and_extended"])
 
 
-def test_automatic_steps_with_gradients_averaged_by_hand(found):
-    (first, warned), (second, _) = found["automatic_by_hand"]
+@pytest.mark.rest
+def test_automatic_steps_with_gradients_averaged_by_hand(found_slowly):
+    (first, warned), (second, _) = found_slowly["automatic_by_hand"]
     assert torch.equal(first, second)
     assert warned == []
 
@@ -118,14 +129,16 @@ def test_join_is_refused_by_name(found):
     assert all("Join is not supported" in message for message in found["join"])
 
 
-def test_a_rank_that_does_not_arrive_is_an_error_that_says_so(found):
-    message = found["a_rank_that_does_not_arrive"][0]
+@pytest.mark.rest
+def test_a_rank_that_does_not_arrive_is_an_error_that_says_so(found_slowly):
+    message = found_slowly["a_rank_that_does_not_arrive"][0]
     assert "rank 0 of 2 could not exchange statistics" in message
     assert "has not come to this step in time" in message
 
 
-def test_copies_can_be_made(found):
-    assert found["copies"] == [(True, 1), (True, 1)]
+@pytest.mark.rest
+def test_copies_can_be_made(found_slowly):
+    assert found_slowly["copies"] == [(True, 1), (True, 1)]
 
 
 def test_the_papers_network_takes_the_path_of_one_process(found):

@@ -12,11 +12,10 @@ from torch import nn
 import bprong
 from helpers import assert_close
 
-FUNCTIONS = (
-    "some_paths", "memory", "a_batch_that_is_not_finite", "validated_between_backward_and_step", "other_models",
-    "refused",
+SLOW = (
+    "a_batch_that_is_not_finite", "validated_between_backward_and_step", "other_models", "distributed_checkpoint",
+    "mixed_precision",
 )  # fmt: skip
-SLOW_FUNCTIONS = ("distributed_checkpoint", "mixed_precision")
 LAUNCHES = [
     pytest.param((2, None), id="two ranks"),
     pytest.param((2, "paths"), id="two ranks, all cases", marks=pytest.mark.rest),
@@ -25,25 +24,21 @@ LAUNCHES = [
 ]
 
 
-def results_of(functions):
-    return dict(zip(functions, launch.run(2, *(f"fully_sharded:{name}" for name in functions)), strict=True))
-
-
 @pytest.fixture(scope="module")
-def found():
-    return results_of(FUNCTIONS)
+def found(two_ranks):
+    return {name.removeprefix("fully_sharded:"): by_rank for name, by_rank in two_ranks.items()}
 
 
 @pytest.fixture(scope="module")
 def found_slowly():
-    return results_of(SLOW_FUNCTIONS)
+    return dict(zip(SLOW, launch.run(2, *(f"fully_sharded:{name}" for name in SLOW)), strict=True))
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
 def trained(request):
     size, function = request.param
-    if function is None:  # these processes have other things to do as well
-        return size, request.getfixturevalue("found")["some_paths"]
+    if function is None:
+        return size, request.getfixturevalue("two_ranks")["fully_sharded:some_paths"]
     (paths,) = launch.run(size, f"fully_sharded:{function}")
     return size, paths
 
@@ -79,22 +74,25 @@ def test_each_rank_has_its_part_of_the_state(found):
 
 
 @pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])
-def test_a_batch_that_is_not_finite_is_refused_by_all(found, rule):
-    for kept, messages, _ in (by_rank[rule] for by_rank in found["a_batch_that_is_not_finite"]):
+@pytest.mark.rest
+def test_a_batch_that_is_not_finite_is_refused_by_all(found_slowly, rule):
+    for kept, messages, _ in (by_rank[rule] for by_rank in found_slowly["a_batch_that_is_not_finite"]):
         assert kept
         assert len(messages) == 1
         assert "step 1 refused" in messages[0]
 
 
-def test_a_forward_pass_before_the_step_changes_nothing(found):
-    for without, with_one in found["validated_between_backward_and_step"]:
+@pytest.mark.rest
+def test_a_forward_pass_before_the_step_changes_nothing(found_slowly):
+    for without, with_one in found_slowly["validated_between_backward_and_step"]:
         assert torch.equal(without, with_one)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("checkpointed", fully_sharded.Checkpointed), ("tied", fully_sharded.Tied)])
-def test_other_models_take_the_path_of_one_process(found, name, kind):
+@pytest.mark.rest
+def test_other_models_take_the_path_of_one_process(found_slowly, name, kind):
     case = cases.Case(model=kind, arguments={"options": cases.EXACT}, steps=6)
-    assert_close(found["other_models"][0][name], alone(case), 1e-9)
+    assert_close(found_slowly["other_models"][0][name], alone(case), 1e-9)
 
 
 @pytest.mark.parametrize("rule", ["fixed", "spectral", "auto"])

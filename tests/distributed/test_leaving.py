@@ -17,6 +17,7 @@ def test_a_process_ends_well_while_a_thread_of_gloo_frees_a_tensor():
     assert launch.run(2, "held_up:fully_sharded") == [["rank 0 of 2", "rank 1 of 2"]]
 
 
+@pytest.mark.rest
 def test_an_error_of_one_rank_ends_all():
     with pytest.raises(AssertionError, match=r"rank 1 ended with 1\n(.*\n)*.*ArithmeticError: of this rank alone"):
         launch.run(2, "held_up:fails_on_one_rank", timeout=120)

@@ -192,7 +192,13 @@ def test_out_that_is_a_file_is_refused(tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("command", [[*DIGITS, "--epochs", "1", "--methods", "sgd"], ["audit", "--examples", "50"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*DIGITS, "--epochs", "1", "--methods", "sgd"],
+        pytest.param(["audit", "--examples", "50"], marks=pytest.mark.rest),
+    ],
+)
 def test_a_read_only_folder_is_named(command, tmp_path, capsys, monkeypatch):
     def refuse(path, *arguments, **options):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -204,6 +210,7 @@ def test_a_read_only_folder_is_named(command, tmp_path, capsys, monkeypatch):
     assert said.endswith("; choose a folder that can be written to, with --out\n")
 
 
+@pytest.mark.rest
 def test_an_interrupted_audit_exits_with_130(tmp_path, capsys, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt

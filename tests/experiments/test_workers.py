@@ -13,6 +13,7 @@ import torch
 from bprong.experiments.progress import Progress
 from bprong.experiments.workers import Workers, available_cores, run_jobs
 from experiments.processes import running_after_a_while
+from helpers import quick_cases
 
 PARENT = """
 import os, sys, time
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", quick_cases([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], signal.SIGKILL))
 def test_workers_end_with_a_command_that_was_killed_or_interrupted(kind, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
@@ -89,6 +90,7 @@ def doubled_unless_deadly(folder, job):
     return 2 * job, torch.get_num_threads()
 
 
+@pytest.mark.rest
 def test_a_job_whose_process_dies_is_repeated_once_and_then_given_up(tmp_path):
     work = Numbers(4)
     assert run_jobs(work, lambda: Workers(1, partial(doubled_unless_deadly, tmp_path)), 1, Progress())
@@ -105,6 +107,7 @@ def test_an_error_of_a_worker_is_raised_in_the_command():
         run_jobs(Numbers(2), lambda: Workers(1, failing), 1, Progress())
 
 
+@pytest.mark.rest
 def test_cores_are_those_that_this_process_may_use():
     code = "from bprong.experiments.workers import available_cores; print(available_cores())"
     one = f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {code}"
