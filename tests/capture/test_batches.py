@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.capture.batches import Batch, OutputGradient, Subset, copied, examples
+from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.listener import Listener
 from bprong.capture.output import Head
 from bprong.capture.own_pass import own_pass
 from bprong.capture.passes import Batches
 from bprong.likelihood.loss import declared_loss
-from helpers import assert_close, mlp
+from bprong.likelihood.targets import Targets
+from helpers import mlp
 from layered import stepped
 from training import EXACT
 
@@ -52,7 +53,10 @@ def test_several_backward_passes_through_one_output_are_one_batch():
     for rows in (slice(0, 3), slice(3, 5)):
         (F.cross_entropy(output[rows], y[rows], reduction="sum") / 5).backward(retain_graph=True)
     (batch,) = optimizer._batches.seen()
-    assert_close(batch.left.gradient[:5], (output.softmax(-1) - F.one_hot(y, 3))[:5] / 5, 1e-12)
+    assert batch.counted.tolist() == [True] * 5 + [False]
+    assert torch.equal(batch.targets.y[:5], y[:5])
+    assert batch.targets.multiple == pytest.approx(1)
+    assert batch.targets.mean(output) == pytest.approx(F.cross_entropy(output[:5], y[:5]).item())
     optimizer.step()
     assert optimizer._whitening.layers["0"].forward.moments.weight == 5
 
@@ -70,11 +74,11 @@ def test_training_calls_are_kept_in_order_until_they_are_forgotten():
     with own_pass():
         model(x)
     model.eval()(x)
-    first, second = (batch.read(batches.loss) for batch in batches.seen())
+    first, second = batches.seen()
     assert torch.equal(first.x.args[0], x)
-    assert first.counted(batches.loss.likelihood).tolist() == (IGNORED != -100).tolist()
+    assert first.counted.tolist() == (IGNORED != -100).tolist()
     assert second.x.kwargs["input"] is not x
-    assert second.counted(batches.loss.likelihood) is None
+    assert second.counted is None
     assert len(batches.seen()) == 2  # calls are kept until they are forgotten
     batches.forget()
     assert batches.seen() == []
@@ -132,28 +136,40 @@ def test_a_batch_that_was_changed_in_place_raises_an_error():
         batches.seen()
 
 
-def test_gradients_that_are_not_finite_belong_to_no_batch():
-    model = mlp(4, 3)
-    batches = listening(model)
-    (torch.inf * F.cross_entropy(model(x), y)).backward()
-    (batch,) = batches.seen()
-    assert batch.left is None
-    assert batch.read(batches.loss).targets is None
-
-
 # Targets --------------------------------------------------------------------------------------------------------------
 
 
-def test_targets_and_their_mask_are_read_off_the_gradient():
+def test_a_call_of_the_loss_function_shows_its_targets_and_which_of_them_count():
     model = mlp(4, 3)
     batches = listening(model)
-    F.cross_entropy(model(x), IGNORED).backward()
+    output = model(x)
+    F.cross_entropy(output, IGNORED).backward()
     (batch,) = batches.seen()
-    assert batch.given == ()
-    read = batch.read(batches.loss)
-    assert torch.equal(read.targets.y, IGNORED)
-    assert read.targets.counted.tolist() == read.counted(batches.loss.likelihood).tolist() == (IGNORED >= 0).tolist()
-    assert batch.counted(batches.loss.likelihood).tolist() == (IGNORED >= 0).tolist()
+    assert torch.equal(batch.output, output)
+    assert torch.equal(batch.targets.y, IGNORED)
+    assert batch.targets.counted.tolist() == batch.counted.tolist() == (IGNORED >= 0).tolist()
+    assert batch.counts
+
+
+def test_without_a_call_of_the_loss_the_gradient_at_the_output_shows_which_targets_count():
+    model = mlp(4, 3)
+    batches = listening(model)
+    log_p = model(x).log_softmax(-1)
+    (-log_p[IGNORED >= 0, IGNORED[IGNORED >= 0]].mean()).backward()
+    (batch,) = batches.seen()
+    assert batch.targets is None
+    assert batch.reached.tolist() == batch.counted.tolist() == (IGNORED >= 0).tolist()
+
+
+@pytest.mark.parametrize("loss", ["F.cross_entropy", "by hand"])
+def test_a_batch_whose_targets_are_all_ignored_does_not_count(loss):
+    model = mlp(4, 3)
+    batches = listening(model)
+    output = model(x)
+    nothing = F.cross_entropy(output, torch.full_like(y, -100), reduction="sum")
+    (nothing if loss == "F.cross_entropy" else 0 * output.sum()).backward()
+    (batch,) = batches.seen()
+    assert not batch.counts
 
 
 CALLS = {
@@ -171,9 +187,9 @@ def test_a_call_of_the_loss_module_shows_its_targets(name):
     batches = listening(model, criterion)
     CALLS[name](criterion, model(x)).backward()
     (batch,) = batches.seen()
-    assert len(batch.given) == (2 if name == "twice" else 1)
-    assert all(torch.equal(given, y) for given in batch.given)
-    assert torch.equal(batch.read(batches.loss).targets.y, y)
+    assert len(batch.targets.terms) == (2 if name == "twice" else 1)
+    assert all(torch.equal(term.y, y) for term in batch.targets.terms)
+    assert batch.targets.multiple == pytest.approx(1)
 
 
 def test_targets_of_validation_are_not_kept():
@@ -188,8 +204,8 @@ def test_targets_of_validation_are_not_kept():
         criterion(model(x), 2 - y)
     loss.backward()
     (batch,) = batches.seen()
-    assert len(batch.given) == 1
-    assert torch.equal(batch.given[0], y)
+    (term,) = batch.targets.terms
+    assert torch.equal(term.y, y)
 
 
 def test_targets_of_squared_errors_are_kept_without_their_graph():
@@ -200,10 +216,9 @@ def test_targets_of_squared_errors_are_kept_without_their_graph():
     target = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     criterion(output, target).backward()
     (batch,) = batches.seen()
-    assert not batch.given[0].requires_grad
-    found = batch.read(batches.loss).targets
-    assert torch.equal(found.y, target)
-    assert found.ratio == pytest.approx(1)
+    assert not batch.targets.y.requires_grad
+    assert torch.equal(batch.targets.y, target)
+    assert batch.targets.terms[0].ratio == 1
 
 
 def test_observed_batches_are_measured_instead_of_calls():
@@ -213,21 +228,35 @@ def test_observed_batches_are_measured_instead_of_calls():
     batches.observe(x, IGNORED)
     (batch,) = batches.seen()
     assert batch.x is x
-    read = batch.read(batches.loss)
-    assert read.targets.y is IGNORED
-    assert read.counted(batches.loss.likelihood).tolist() == (IGNORED >= 0).tolist()
-    assert read.targets.ratio == 1
+    assert batch.targets.y is IGNORED
+    assert batch.counted.tolist() == (IGNORED >= 0).tolist()
+    assert batch.targets.terms[0].ratio == 1
 
 
-def test_observed_batches_have_the_gradients_of_as_many_calls():
+def test_observed_batches_have_the_outputs_and_factors_of_as_many_calls():
     model = mlp(4, 3)
     batches = listening(model)
     (3 * F.cross_entropy(model(x), y)).backward()
     batches.observe(x, y)
-    (batch,) = (batch.read(batches.loss) for batch in batches.seen())
-    assert batch.targets.ratio == pytest.approx(3)
+    (batch,) = batches.seen()
+    assert batch.output is not None
+    assert batch.targets.multiple == pytest.approx(3)
     batches.observe(x, y)
-    assert all(batch.left is None for batch in batches.seen())
+    assert all(batch.output is None and batch.targets.multiple == 1 for batch in batches.seen())
+
+
+def test_observed_targets_of_a_loss_by_hand_are_laid_out_like_the_output():
+    model = nn.Conv2d(4, 3, 1)
+    batches = listening(model)
+    labels = torch.arange(6 * 8).reshape(6, 2, 4) % 3
+    inputs = torch.randn(6, 4, 2, 4)
+    log_p = model(inputs).log_softmax(1)
+    (-log_p.gather(1, labels[:, None]).mean()).backward()
+    batches.observe(inputs, labels)
+    (batch,) = batches.seen()
+    assert batch.output.shape == (6, 8, 3)
+    assert torch.equal(batch.targets.y, labels.flatten(1))
+    assert batch.targets.mean(batch.output) == pytest.approx(-log_p.gather(1, labels[:, None]).mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [(5,), (2, 4)])
@@ -236,9 +265,9 @@ def test_classes_in_the_second_dimension_are_moved_to_the_last(size):
     batches = listening(model)
     labels = torch.arange(6 * math.prod(size)).reshape(6, *size) % 3
     F.cross_entropy(model(torch.randn(6, 4, *size)), labels).backward()
-    (batch,) = (batch.read(batches.loss) for batch in batches.seen())
+    (batch,) = batches.seen()
     assert batch.class_dim == 1
-    assert batch.left.output.shape == batch.left.gradient.shape == (6, math.prod(size), 3)
+    assert batch.output.shape == (6, math.prod(size), 3)
     assert torch.equal(batch.targets.y, labels.flatten(1))
 
 
@@ -252,7 +281,8 @@ def test_classes_in_the_last_dimension_are_not_moved(loss):
     value.backward()
     (batch,) = batches.seen()
     assert batch.class_dim is None
-    assert batch.left.output.shape == (6, 5, 3)
+    assert batch.output.shape == (6, 5, 3)
+    assert batch.targets.y.shape == ((6, 5) if loss == "cross_entropy" else (6, 5, 3))
 
 
 def test_images_with_classes_in_the_last_dimension_are_rows_of_positions():
@@ -260,8 +290,8 @@ def test_images_with_classes_in_the_last_dimension_are_rows_of_positions():
     batches = listening(model)
     labels = torch.arange(6 * 8).reshape(6, 2, 4) % 3
     F.cross_entropy(model(torch.randn(6, 2, 4, 4)).flatten(0, -2), labels.flatten()).backward()
-    (batch,) = (batch.read(batches.loss) for batch in batches.seen())
-    assert batch.left.output.shape == (6, 8, 3)
+    (batch,) = batches.seen()
+    assert batch.output.shape == (6, 8, 3)
     assert torch.equal(batch.targets.y, labels.flatten(1))
 
 
@@ -287,11 +317,11 @@ def test_a_batch_is_copied_with_the_rows_of_its_targets():
 def test_a_batch_is_divided_only_if_outputs_and_targets_are():
     inputs = torch.zeros(4, 2)
     loss = declared_loss("cross_entropy")
-    left = OutputGradient(torch.zeros(8, 3), torch.zeros(8, 3))
+    targets = Targets.observed(loss, torch.zeros(3, dtype=torch.long))
     assert Batch(inputs).subset(2) == Subset(2, 4)
-    assert Batch(inputs, left).subset(2) == Subset(2, 4)
-    assert Batch(inputs, OutputGradient(torch.zeros(7, 3), torch.zeros(7, 3))).subset(2) == Subset(4, 4)
-    assert Batch(inputs, given=(torch.zeros(3, dtype=torch.long),)).read(loss).subset(2) == Subset(4, 4)
+    assert Batch(inputs, torch.zeros(8, 3)).subset(2) == Subset(2, 4)
+    assert Batch(inputs, torch.zeros(7, 3)).subset(2) == Subset(4, 4)
+    assert Batch(inputs, targets=targets).subset(2) == Subset(4, 4)
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
@@ -303,7 +333,7 @@ def listeners(module):
     """The listeners whose hooks a module has."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     assert len(module._forward_pre_hooks_with_kwargs) == len(module._forward_pre_hooks)
-    assert len(module._forward_hooks_with_kwargs) == len(module._forward_hooks)
+    assert module._forward_hooks_with_kwargs.keys() <= module._forward_hooks.keys()
     return [hook if isinstance(hook, Listener) else hook.__self__ for hook in hooks]
 
 
@@ -321,9 +351,9 @@ def test_copies_carry_no_batches_and_listen_to_their_own_model_and_loss(clone):
     assert other.observed == other.seen() == []
     other_criterion(other_model(x), y).backward()
     (batch,) = other.seen()
-    assert len(batch.given) == 1
+    assert len(batch.targets.terms) == 1
     batches.observed.clear()
-    assert [len(batch.given) for batch in batches.seen()] == [1, 1]
+    assert [len(batch.targets.terms) for batch in batches.seen()] == [1, 1]
     assert listeners(other_model) == [other.listener] * 2
     assert listeners(other_criterion) == [other.listener]
 

@@ -313,7 +313,7 @@ def test_dropout_of_a_logged_call_does_not_count_either(lr: Rate) -> None:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
         optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), lr=lr, every=1, options={"seed": 0})
-        criterion = optimizer._loss.loss.given
+        criterion = optimizer._loss.given
         for _ in range(3):
             optimizer.zero_grad()
             if logging:
@@ -339,7 +339,7 @@ def test_the_detached_target_of_q_learning_does_not_count(lr: Rate, order: str, 
 
     def run(separate: bool) -> dict[str, Tensor]:
         model, optimizer = made(lr, mlp(5, 4, 1), copy.deepcopy(loss))
-        criterion = optimizer._loss.loss.given if isinstance(loss, nn.Module) else F.mse_loss
+        criterion = optimizer._loss.given if isinstance(loss, nn.Module) else F.mse_loss
         for _ in range(3):
             optimizer.zero_grad()
             target_model = equal(model, 5, 4, 1) if separate else model

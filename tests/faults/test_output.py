@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,27 +38,40 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] 
 }
 
 
-@RATES
+def in_place(model: nn.Module, way: str) -> None:
+    output = model(X)
+    IN_PLACE[way][0](output)
+    F.cross_entropy(output, Y).backward()
+
+
+def copied(model: nn.Module, way: str) -> None:
+    F.cross_entropy(IN_PLACE[way][1](model(X)), Y).backward()
+
+
 @pytest.mark.parametrize("way", IN_PLACE)
-def test_an_output_changed_in_place_is_as_one_changed_by_a_copy(lr: Rate, way: str) -> None:
-    def in_place(model: nn.Module) -> None:
-        output = model(X)
-        IN_PLACE[way][0](output)
-        F.cross_entropy(output, Y).backward()
+def test_an_output_changed_in_place_is_as_one_changed_by_a_copy(way: str) -> None:
+    ends = []
+    for change in (copied, in_place):
+        with pytest.warns(WhiteningWarning, match="was not called with the output of the model") as said:
+            ends.append(path(seeded(lambda: mlp(5, 4, 3)), "cross_entropy", 0.1, partial(change, way=way)))
+        assert len(said) == 1
+    assert_unchanged(*ends)
 
-    def copied(model: nn.Module) -> None:
-        F.cross_entropy(IN_PLACE[way][1](model(X)), Y).backward()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WhiteningWarning)  # both may say that the loss is not what was declared
-        expected = path(seeded(lambda: mlp(5, 4, 3)), "cross_entropy", lr, copied)
-        assert_unchanged(expected, path(seeded(lambda: mlp(5, 4, 3)), "cross_entropy", lr, in_place))
+@pytest.mark.parametrize("change", [copied, in_place])
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_an_output_that_was_changed_is_refused_without_a_learning_rate(
+    way: str, change: Callable[[nn.Module, str], None]
+) -> None:
+    """Its targets belong to something else than what the model returned."""
+    with pytest.raises(RuntimeError, match="was not called with the output of the model"):
+        path(seeded(lambda: mlp(5, 4, 3)), "cross_entropy", "auto", partial(change, way=way))
 
 
 def test_training_on_a_scaled_output_lowers_the_loss() -> None:
     """The loss is 100 f's cross-entropy, whatever the optimizer believes about f."""
     model = seeded(lambda: mlp(5, 8, 3))
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr="auto")
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1)
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WhiteningWarning)
@@ -300,28 +314,56 @@ class Answers(nn.Module):
         return torch.stack([start, end], dim=1) if self.stacked else {"start_logits": start, "end_logits": end}
 
 
+SEQUENCES = torch.stack([X, X.flip(0), -X], dim=1)  # (batch, time, features)
+STARTS, ENDS = Y, Y.flip(0)
+
+
+def two_losses(model: nn.Module) -> Tensor:
+    out = model(SEQUENCES)
+    return (F.cross_entropy(out["start_logits"], STARTS) + F.cross_entropy(out["end_logits"], ENDS)) / 2
+
+
+def stacked(out: dict[str, Tensor]) -> Tensor:
+    return torch.stack([out["start_logits"], out["end_logits"]], dim=1)
+
+
 @RATES
-def test_two_outputs_of_one_loss_are_named_together(lr: Rate) -> None:
+def test_two_outputs_of_one_loss_may_be_stacked_by_a_function(lr: Rate) -> None:
     """The mean of two cross-entropies is the cross-entropy of both outputs stacked."""
-    x = torch.stack([X, X.flip(0), -X], dim=1)  # (batch, time, features)
-    starts = Y
-    ends = Y.flip(0)
 
     def both(model: nn.Module) -> None:
-        F.cross_entropy(model(x).flatten(0, 1), torch.stack([starts, ends], dim=1).flatten()).backward()
-
-    def separate(model: nn.Module) -> None:
-        out = model(x)
-        loss = F.cross_entropy(out["start_logits"], starts) + F.cross_entropy(out["end_logits"], ends)
-        (loss / 2).backward()
+        F.cross_entropy(model(SEQUENCES).flatten(0, 1), torch.stack([STARTS, ENDS], dim=1).flatten()).backward()
 
     expected = path(seeded(lambda: Answers(stacked=True)), "cross_entropy", lr, both)
     ours = path(
-        seeded(lambda: Answers(stacked=False)), "cross_entropy", lr, separate,
-        output=lambda out: torch.stack([out["start_logits"], out["end_logits"]], dim=1),
+        seeded(lambda: Answers(stacked=False)), "cross_entropy", lr,
+        lambda model: two_losses(model).backward(), output=stacked,
     )  # fmt: skip
     for name, value in expected.items():
         assert_close(ours[name], value, 1e-9, name)
+
+
+def test_two_outputs_of_one_loss_are_named_together() -> None:
+    """The targets of both calls are known, and training lowers their mean."""
+    model = seeded(lambda: Answers(stacked=False))
+    optimizer = bprong.BPRONG(
+        model, "cross_entropy", lr="auto", output=lambda out: (out["start_logits"], out["end_logits"])
+    )
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WhiteningWarning)  # that examples have rows in both halves of the output
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = two_losses(model)
+            loss.backward()
+            (batch,) = optimizer._batches.seen()
+            assert torch.equal(batch.targets.y, torch.cat([STARTS, ENDS]))
+            assert batch.targets.total == pytest.approx(loss.item())
+            assert batch.targets.multiple == pytest.approx(1)
+            assert batch.targets.mean(batch.output) == pytest.approx(loss.item())
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @RATES

@@ -387,8 +387,9 @@ def popped(model: nn.Module) -> None:
 
 def scaled_in_place(model: nn.Module) -> None:
     output = model(X)
+    loss = F.cross_entropy(output, Y)
     output.mul_(0.5)
-    F.cross_entropy(output, Y).backward()
+    loss.backward()
 
 
 def logged(model: nn.Module) -> None:

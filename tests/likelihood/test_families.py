@@ -136,9 +136,51 @@ def test_a_users_own_likelihood_declares_nothing():
     output = torch.randn(4, 2)
     assert not any((own.nonnegative, own.takes_float64))
     assert own.not_ignored(torch.zeros(4, 2)) is None
-    assert own.hard_targets(output, output) is None
-    assert own.targets_behind(output, output, 1e-4) is None
     assert own.class_dim(output, output) is None
+    assert own.classes_last(output) is output
+    assert own.laid_out(output, output) is output
+
+
+# Where classes and targets are ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "loss_input", "expected"),
+    [
+        (torch.zeros(4, 3), None, None),
+        (torch.zeros(4, 5, 3), None, None),
+        (torch.zeros(4, 3, 2, 2), None, 1),
+        (torch.zeros(4, 3, 5), torch.zeros(4, 3, 5), 1),
+        (torch.zeros(4, 5, 3), torch.zeros(4, 5, 3).mT, None),
+        (torch.zeros(4, 3, 3), torch.zeros(4, 3, 3).mT, None),
+        (torch.zeros(4, 5, 3), torch.zeros(20, 3), None),
+        (torch.zeros(4, 3, 5), torch.zeros(20, 3), 1),
+        (torch.zeros(4, 2, 2, 3), torch.zeros(16, 3), -1),
+    ],
+)
+def test_what_a_loss_over_classes_was_given_shows_where_they_are(output, loss_input, expected):
+    assert Categorical().class_dim(output, loss_input) == expected
+    assert Bernoulli().class_dim(output, loss_input) is None
+
+
+def test_targets_are_laid_out_like_the_output_or_are_not_its_targets():
+    output = torch.zeros(4, 5, 3)
+    labels = torch.arange(20) % 3
+    assert torch.equal(Categorical().laid_out(labels, output), labels.view(4, 5))
+    assert Categorical().laid_out(torch.zeros(20, 3), output).shape == output.shape
+    assert Categorical().laid_out(labels[:10], output) is None
+    bits = (torch.arange(60) % 2).view(20, 3)
+    assert torch.equal(Bernoulli().laid_out(bits, output), bits.view(4, 5, 3).float())
+    assert Gaussian().laid_out(bits[:10], output) is None
+
+
+def test_targets_without_a_gradient_or_a_weight_are_not_reached():
+    gradient = torch.tensor([[[0.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]])
+    expected = [[False, True], [True, False]]
+    assert Categorical().reached(gradient).tolist() == Gaussian().reached(gradient).tolist() == expected
+    assert Gaussian().weighted(gradient, gradient).tolist() == expected
+    labels = torch.tensor([0, -100, 1, 1])
+    assert Categorical().weighted(labels, torch.tensor([0.5, 0.5, 0.0, 2.0])).tolist() == [True, False, False, True]
 
 
 def test_a_mask_is_kept_if_it_selects_some_targets_but_not_all():

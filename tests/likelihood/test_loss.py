@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood
-from bprong.likelihood.loss import ACCEPTED, declared_loss
+from bprong.likelihood.loss import ACCEPTED, declared_loss, loss_of_call
 
 f = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5], [0.0, 3.0, 1.0], [-2.0, 0.5, 0.75]], dtype=torch.float64)
 LABELS = torch.tensor([2, 0, 0, 1])
@@ -42,7 +42,7 @@ def test_a_module_its_function_and_its_names_are_one_loss(module):
         assert type(loss.likelihood) is family
         assert loss.value(f, y) == function(f, y)
         assert not loss.sums
-        assert not loss.weighted
+        assert loss.functions == {function.__name__}
 
 
 OPTIONS = [
@@ -64,7 +64,6 @@ def test_options_of_a_module_and_of_a_partial_function_are_those_of_the_loss(mod
         loss = declared_loss(given)
         assert loss.value(f, y) == function(f, y, **in_float64)
         assert loss.sums == (options.get("reduction") == "sum")
-        assert loss.weighted == ("weight" in options or "pos_weight" in options)
         if "ignore_index" in options:
             assert loss.likelihood.ignore_index == options["ignore_index"]
 
@@ -76,6 +75,7 @@ def test_the_papers_words_are_the_mean_nll_of_a_target(word):
     assert type(loss.likelihood) is family
     assert loss.value(f, y) == family().nll(f, y).mean()
     assert loss.multiple(f, y) == 1
+    assert loss.functions == {function.__name__ for function, _, kind, _ in MODULES.values() if kind is family}
 
 
 class Poisson(Likelihood):
@@ -91,6 +91,7 @@ def test_a_users_own_likelihood_is_the_mean_nll_of_a_target():
     loss = declared_loss(own)
     assert loss.likelihood is own
     assert loss.name == "Poisson"
+    assert not loss.functions
     assert loss.value(f, BITS) == pytest.approx(float(own.nll(f, BITS).mean()))
 
 
@@ -122,7 +123,7 @@ def test_a_loss_of_a_sequence_is_that_of_its_positions():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_values_of_each_element_are_taken_for_a_mean(module):
-    """With reduction="none" the user reduces them, and the check of the gradient finds out how."""
+    """With reduction="none" the user reduces them; the call of the loss shows how."""
     function, _, _, y = MODULES[module]
     loss = declared_loss(module(reduction="none"))
     assert loss.value(f, y) == function(f, y)
@@ -142,13 +143,12 @@ def test_a_copy_is_the_same_loss(given, clone):
 # Multiples of −log p --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "options"), [*OPTIONS, *((module, {}) for module in MODULES)])
-def test_the_loss_is_a_multiple_of_the_mean_nll_unless_weights_differ(module, options):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("module", MODULES)
+def test_the_loss_is_a_multiple_of_the_mean_nll(module, reduction):
     """The sum over targets is that many times their mean; a mean over elements is divided by those of a target."""
     _, _, family, y = MODULES[module]
-    loss = declared_loss(module(**options))
-    if loss.weighted or "label_smoothing" in options:
-        return
+    loss = declared_loss(module(reduction=reduction))
     log_p = f.log_softmax(-1) if module is nn.NLLLoss else f
     expected = loss.multiple(log_p, y) * family().nll(log_p, y).mean()
     assert loss.value(log_p, y) == pytest.approx(float(expected))
@@ -158,14 +158,6 @@ def test_the_sum_with_class_weights_is_a_multiple_of_the_weighted_mean():
     loss = declared_loss(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"))
     weighted_mean = F.cross_entropy(f, LABELS, weight=WEIGHT.double())
     assert loss.value(f, LABELS) == pytest.approx(float(loss.multiple(f, LABELS) * weighted_mean))
-
-
-def test_the_gradient_is_that_of_the_value():
-    for given, y in ((nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), LABELS), ("mse", BITS)):
-        loss = declared_loss(given)
-        expected = torch.autograd.functional.jacobian(functools.partial(loss.value, y=y), f)
-        with torch.no_grad():
-            assert torch.equal(loss.gradient(f, y), expected)
 
 
 # Options are read when they are used ----------------------------------------------------------------------------------
@@ -179,7 +171,6 @@ def test_weights_that_are_changed_after_the_declaration_count():
     assert loss.value(f, LABELS) != before
     assert loss.value(f, LABELS) == F.cross_entropy(f, LABELS, weight=criterion.weight.double())
     criterion.weight = None
-    assert not loss.weighted
     assert loss.value(f, LABELS) == F.cross_entropy(f, LABELS)
 
 
@@ -273,10 +264,23 @@ def test_a_binary_cross_entropy_of_probabilities_is_refused_with_the_way_to_logi
     assert "sigmoid" not in str(caught.value)
 
 
-def test_without_a_loss_nothing_can_be_computed_but_which_targets_count():
+def test_without_a_loss_nothing_can_be_computed():
     loss = declared_loss(None)
-    gradient = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
-    assert loss.likelihood.counted_in(gradient, gradient).tolist() == [False, True]
+    assert not loss.functions
     for method in (loss.likelihood.nll, lambda *_: loss.likelihood.sample(f)):
         with pytest.raises(TypeError, match="no loss was declared"):
             method(f, LABELS)
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "options"), [*OPTIONS, *((module, {}) for module in MODULES)])
+def test_the_loss_of_a_call_has_the_options_of_the_call(module, options):
+    function, _, family, y = MODULES[module]
+    likelihood = family()
+    in_float64 = {name: o.double() if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    loss = loss_of_call(likelihood, function.__name__, options)
+    assert loss.likelihood is likelihood
+    assert loss.value(f, y) == function(f, y, **in_float64)
+    assert loss.sums == (options.get("reduction") == "sum")

@@ -147,8 +147,7 @@ def test_the_bound_holds_for_gradients_whose_squares_overflow():
         start = snapshot(model)
         optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.5, options=EXACT)
         (size * F.cross_entropy(model(x), y)).backward()
-        with pytest.warns(WhiteningWarning, match="times as large"):
-            optimizer.step()
+        optimizer.step()
         steps.append(torch.cat([(value - start[name]).flatten() for name, value in snapshot(model).items()]))
     assert_close(steps[1], steps[0], 1e-4)
 

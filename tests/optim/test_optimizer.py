@@ -330,8 +330,7 @@ def test_gradients_whose_squares_overflow_are_finite():
     x = torch.randn(50, 200)
     (F.cross_entropy(model(x), torch.zeros(50, dtype=torch.long)) * 1e25).backward()
     assert float(model.weight.grad.double().square().sum()) > torch.finfo(torch.float32).max
-    with pytest.warns(WhiteningWarning, match=r"1e\+25 times as large"):
-        optimizer.step()
+    optimizer.step()
     assert optimizer.report().steps == 1
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.errors import WhiteningWarning
 from bprong.linalg.factors import Dense
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.fallback import Fallback
@@ -359,8 +358,7 @@ def test_large_gradients_are_survived():
     before = snapshot(model)
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, step="spectral")
     (1e25 * F.cross_entropy(model(x.float()), y)).backward()
-    with pytest.warns(WhiteningWarning, match="times as large"):
-        optimizer.step()
+    optimizer.step()
     for name in ("0.weight", "2.weight"):
         moved = snapshot(model)[name] - before[name]
         assert_close(moved.square().mean().sqrt(), torch.tensor(0.01 * RMS), 1e-3)

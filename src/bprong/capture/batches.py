@@ -1,9 +1,9 @@
-"""A batch of training: what the model was called with, what it returned, and what a backward pass left there."""
+"""A batch of training: what the model was called with, what it returned, and what the loss is of that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bprong.capture.measure import LayerMoments
-from bprong.likelihood.families import Likelihood
-from bprong.likelihood.loss import Loss
-from bprong.likelihood.targets import Targets, read_targets
+from bprong.likelihood.families import nontrivial
+from bprong.likelihood.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -47,63 +46,40 @@ class Subset:
 
 
 @dataclass(frozen=True)
-class OutputGradient:
-    """An output and the gradient that the user's backward pass left there, with classes in the last dimension.
-
-    class_dim: where the model has the classes, if they were moved (`measure.laid_out`)
-    """
-
-    output: Tensor
-    gradient: Tensor
-    class_dim: int | None = None
-
-
-@dataclass(frozen=True)
 class Batch:
     """A batch that the model was trained on, or that was observed.
 
-    x        what the model is called with
-             None: not kept
-    left     what the user's backward pass left at the output; None: unknown
-    given    the targets that the loss may have been given: observed, or those of the loss module's calls
-    targets  what the loss is of the output, once it was read; None: unknown
-    measured the moments of its layers, if they were measured in the user's own pass
+    x          what the model is called with; None: not kept
+    output     what it returned, with classes in the last dimension; None: unknown
+    class_dim  where the model has the classes, if they were moved (`output.laid_out`)
+    targets    what the loss is of the output; None: unknown
+    reached    which targets a gradient came back to, where their loss was not seen
+    measured   the moments of its layers, if they were measured in the user's own pass
     """
 
     x: Any = None
-    left: OutputGradient | None = None
-    given: tuple[Tensor, ...] = ()
+    output: Tensor | None = None
+    class_dim: int | None = None
     targets: Targets | None = None
+    reached: Tensor | None = None
     measured: Mapping[str, LayerMoments] | None = None
 
-    def read(self, loss: Loss, assumed: Sequence[float] = (1.0,)) -> Batch:
-        """With the targets of the data; assumed: see `read_targets`."""
-        if self.left is not None:
-            return replace(self, targets=read_targets(loss, self.left.output, self.left.gradient, self.given, assumed))
-        known = [Targets(loss, y, loss.likelihood.not_ignored(y)) for y in self.given]
-        return replace(self, targets=known[0] if known else None)
+    @property
+    def counted(self) -> Tensor | None:
+        """Which targets the loss counts, without the output's last dimension; None: all, as far as is known."""
+        return nontrivial(self.reached) if self.targets is None else self.targets.counted
 
     @property
-    def class_dim(self) -> int | None:
-        return None if self.left is None else self.left.class_dim
-
-    def counted(self, likelihood: Likelihood) -> Tensor | None:
-        """Which targets the loss counts, without the output's last dimension; None: all, as far as is known."""
-        if self.targets is not None:
-            return self.targets.counted
-        return None if self.left is None else likelihood.counted_in(self.left.output, self.left.gradient)
-
-    def counts(self, likelihood: Likelihood) -> bool:
+    def counts(self) -> bool:
         """Whether the loss counts any of its targets, as far as is known."""
-        if self.left is None or bool(self.left.gradient.any()):
-            return True
-        return bool(likelihood.counted_in(self.left.output, self.left.gradient).any())
+        mask = self.reached if self.targets is None else self.targets.mask
+        return mask is None or bool(mask.any())
 
     def subset(self, count: int) -> Subset:
         """`count` of the examples; all, if outputs or targets do not have equally many rows for each example."""
         subset = Subset(count, examples(self.x))
-        sparse = [leaf for leaf in tree_leaves(self.x) if isinstance(leaf, Tensor) and leaf.layout is not torch.strided]
-        rows = sparse if self.left is None else [*sparse, self.left.output]
+        rows = [leaf for leaf in tree_leaves(self.x) if isinstance(leaf, Tensor) and leaf.layout is not torch.strided]
+        rows += [] if self.output is None else [self.output]
         rows += [] if self.targets is None else [self.targets.y]
         return subset if all(map(subset.divides, rows)) else Subset(subset.whole, subset.whole)
 

@@ -25,8 +25,9 @@ from torch.utils import checkpoint
 
 from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
+from bprong.capture.replacements import Replacements
 from bprong.capture.weights import WeightMatrix
-from bprong.likelihood.loss import KINDS
+from bprong.likelihood.targets import LossCall
 from bprong.linalg.moments import Sums, block_rows
 from bprong.sharding import is_sliced
 
@@ -120,7 +121,7 @@ class Calls(list[Call]):
     recorded: the weights that are recorded; `weights` has those that torch's functions take by the id of their
               parameter, each with the view of it that they take
     empty:    the names of weights that were called without any row, e.g. experts that were given no example
-    losses:   the loss functions that were called, by name, with their inputs and targets
+    losses:   the calls of loss functions, in a pass of our own
     returned: what the model returned, in a pass of our own
     retained: the tensors whose gradients were asked to be retained
     formulas: whether cells are computed by their formulas, so that they are recorded
@@ -133,7 +134,7 @@ class Calls(list[Call]):
         self.recorded = set(weights)
         self.weights: dict[int, list[tuple[WeightMatrix, Tensor]]] = {}
         self.empty: set[str] = set()
-        self.losses: list[tuple[str, Tensor, Tensor]] = []
+        self.losses: list[LossCall] = []
         self.returned: Any = None
         self.retained: list[weakref.ref[Tensor]] = []
         self.opaque = False
@@ -188,39 +189,6 @@ def as_plain(tensor: Tensor) -> Tensor:
     """The tensor without what a user's subclass adds to its operations; nested and sharded tensors as they are."""
     known = type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor)
     return tensor if known else tensor.as_subclass(Tensor)
-
-
-class Replacements:
-    """Attributes of modules and classes, replaced while at least one context is active.
-
-    Contexts may end in another order than they began in, since they may belong to several threads.
-
-    find: gives the place, the name and the stand-in of each attribute
-    """
-
-    def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
-        self._find = find
-        self._active = 0
-        self._stack = ExitStack()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with self._lock:
-            self._active += 1
-            if self._active == 1:
-                for place, name, stand_in in self._find():
-                    own = vars(place)  # an attribute that is not there is found by __getattr__, and must not stay there
-                    restore = (setattr, place, name, own[name]) if name in own else (delattr, place, name)
-                    self._stack.callback(*restore)
-                    setattr(place, name, stand_in)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._active -= 1
-                if self._active == 0:
-                    self._stack.close()
 
 
 _ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids
@@ -353,11 +321,6 @@ def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any
     return function(*args, **kwargs)
 
 
-def _note_loss(calls: Calls, name: str, input: Any, target: Any, *_: Any, **__: Any) -> None:
-    if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
-        calls.losses.append((name, input, target))
-
-
 def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
     """A forward hook that records the calls of a whitened layer."""
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
@@ -370,7 +333,6 @@ FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that tak
     *((torch, name, _by_hand) for name in ("addmm", "matmul")),
     *((Tensor, name, _by_hand) for name in ("matmul", "__matmul__")),
     *((torch._VF, name, _cell, formula) for name, formula in CELLS.items()),
-    *((F, kind.function.__name__, _noted, _note_loss) for kind in KINDS.values()),
     (Tensor, "retain_grad", _noted, lambda calls, _, tensor: calls.retained.append(weakref.ref(tensor))),
     (checkpoint.CheckpointFunction, "apply", _noted, lambda calls, *_: setattr(calls, "opaque", True)),
 ]

@@ -1,7 +1,8 @@
-"""The factor by which `.grad` was multiplied between the backward pass and the step."""
+"""The lengths of gradients, and the factor by which they were multiplied between the backward pass and the step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -12,6 +13,15 @@ from bprong.distributed import Ranks
 from bprong.sharding import local
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """(n,) the norms of tensors."""
+    norms = torch._foreach_norm(gradients)
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+        return torch.stack([norm.to(gradients[0].device, torch.float64) for norm in norms])
+    stacked = torch.stack(norms)
+    return stacked if stacked.dtype.itemsize >= torch.float32.itemsize else stacked.float()
 
 
 class GradientScale:
@@ -46,7 +56,11 @@ class GradientScale:
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Notes the norms of the gradients as they are now."""
-        self._norms = _norms({p: p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse})
+        gradients = {p: p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse}
+        self._norms = {}
+        if gradients:
+            slices = [local(g) for g in gradients.values()] if Ranks().size > 1 else list(gradients.values())
+            self._norms = dict(zip(gradients, _norms(slices), strict=True))
 
     def size(self) -> float:
         """The sum of the norms that were noted."""
@@ -57,29 +71,28 @@ class GradientScale:
 
         ranks: the processes of which each has a slice of every gradient
         """
-        before = self._norms
+        return self.compare(gradients, ranks)[1]
+
+    def compare(self, gradients: Mapping[Tensor, Tensor], ranks: Ranks | None = None) -> tuple[float, float | None]:
+        """The sum of the norms of the gradients, and `factor`, in one synchronisation with their device."""
+        if not gradients:
+            return 0.0, 1.0
+        values = list(gradients.values()) if ranks is None else [local(g) for g in gradients.values()]
+        now = _norms(values)
+        places = [i for i, p in enumerate(gradients) if p in self._norms]
+        before = [self._norms[p] for p in gradients if p in self._norms]
         self._norms = {}
-        if self.is_comparable is False:
-            return 1.0
-        now = _norms({p: g for p, g in gradients.items() if p in before})
-        least, most = 0.0, 0.0
-        if now:
-            ratios = torch.stack([(now[p] / before[p]).double() for p in now])
-            ratios = ratios[(ratios > 0) & ratios.isfinite()]
-            if ratios.numel():
-                least, most = torch.stack(torch.aminmax(ratios)).tolist()
+        numbers = [now.sum(), now.new_zeros(()), now.new_zeros(())]
+        if before and self.is_comparable is not False:
+            ratios = (now if len(places) == len(now) else now[places]) / torch.stack(before)
+            valid = (ratios > 0) & ratios.isfinite()
+            numbers[1:] = [ratios.where(valid, math.inf).amin(), ratios.where(valid, 0.0).amax()]
+        size, least, most = torch.stack(numbers).tolist()
         if ranks is not None:
             table = ranks.table(2, lambda: [least, most])
             present = table[table[:, 1] > 0]
             least, most = (float(present[:, 0].min()), float(present[:, 1].max())) if len(present) else (0.0, 0.0)
-        tolerance = max((4 * torch.finfo(g.dtype).eps for g in gradients.values()), default=0.0)
+        tolerance = max(4 * torch.finfo(g.dtype).eps for g in values)
         if most > (1 + max(ROUNDING, tolerance)) * least:
-            return None
-        return most or 1.0
-
-
-def _norms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    if not gradients:
-        return {}
-    slices = [local(g.detach()) for g in gradients.values()]
-    return dict(zip(gradients, torch._foreach_norm(slices), strict=True))
+            return size, None
+        return size, most or 1.0

@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bprong.capture.own_pass import is_own_pass
 from bprong.contexts import Uninterrupted
@@ -43,7 +43,7 @@ class Listener:
         ]
         if isinstance(loss, nn.Module):
             _remove_copies(loss)
-            handles.append(loss.register_forward_hook(self.after_loss, with_kwargs=True))
+            handles.append(loss.register_forward_hook(self.after_loss))
         for handle in handles:
             weakref.finalize(owner, handle.remove)
         weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model))
@@ -88,23 +88,25 @@ class Listener:
             if begun is not None and owner is not None:
                 owner.finish(begun, returned)
 
-    def after_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+    def after_loss(self, module: nn.Module, args: tuple[Any, ...], value: Any) -> None:
         if torch.compiler.is_compiling() or not self.wanted or is_own_pass():
             return
         owner = self.owner()
-        y = kwargs.get("target", args[-1] if args else None)
-        for begun in self._running:
-            if begun is not None:
-                begun.declared_inside = True
-        if owner is not None and isinstance(y, Tensor) and isinstance(value, Tensor) and value.requires_grad:
-            owner.after_loss(value, y)
+        if owner is not None and owner.last_loss is not None:
+            owner.last_loss.is_declared = True
 
     def abandon(self, depth: int) -> None:
         """Ends the calls beyond this depth, which have neither returned nor raised an Exception."""
         while len(self._running) > depth:
             begun = self._running.pop()
-            if begun is not None:
-                begun.recording.close()
+            owner = self.owner()
+            if begun is not None and owner is not None:
+                owner.finish(begun, None)
+
+    @property
+    def innermost(self) -> Any:
+        """What is recorded of the call of the model that is running in this thread; None: there is none."""
+        return self._running[-1] if self._running else None
 
     @property
     def depth(self) -> int:

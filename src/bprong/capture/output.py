@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.capture.calls import Calls, as_plain, nodes_behind
+from bprong.capture.calls import as_plain, nodes_behind
+from bprong.likelihood.targets import LossCall
 
 Key = str | int | Callable[[Any], Any]
 
@@ -27,7 +28,7 @@ class Head:
     functions:  the names of torch's functions that may be this loss
     inside:     whether they are the input of a loss inside of the model; None: not known yet
 
-    >>> Head().find({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)})[0][0].shape
+    >>> Head().find({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)})[0].shape
     torch.Size([2, 3])
     """
 
@@ -39,32 +40,36 @@ class Head:
         if not (self.key is None or isinstance(self.key, (str, int)) or callable(self.key)):
             raise TypeError(f"output must be a key, an index or a function of what the model returns, not {self.key!r}")
 
-    def find(self, returned: Any, calls: Calls | None = None) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Tensors that differ in their first dimension only, and their targets, if these are known.
+    def find(self, returned: Any, losses: Sequence[LossCall] = ()) -> list[Tensor]:
+        """Tensors that differ in their first dimension only.
 
-        calls: those of this forward pass
+        losses: the calls of loss functions inside of the model
         """
-        losses = [] if calls is None or self.key is not None else self._losses(calls)
-        if losses and self.inside is None and torch.is_grad_enabled():
+        inside = [] if self.key is not None else self.inputs(losses)
+        if inside and self.inside is None and torch.is_grad_enabled():
             node = getattr(_chosen(returned, None), "grad_fn", None)
-            self.inside = node is None or not nodes_behind(losses[0][0], lambda one: one is node, TO_THE_LOSS)
-        if losses and self.inside is not False:
-            return [f for f, _ in losses], (torch.cat([y for _, y in losses]),)
-        found = _chosen(returned, self.key)
-        parts = list(found) if isinstance(found, (tuple, list)) and self.key is not None else [found]
+            self.inside = node is None or not nodes_behind(inside[0].input, lambda one: one is node, TO_THE_LOSS)
+        if inside and self.inside is not False:
+            return [call.input for call in inside]
+        output = _chosen(returned, self.key)
+        parts = list(output) if isinstance(output, (tuple, list)) and self.key is not None else [output]
         for part in parts:
             if not isinstance(part, Tensor) or part.ndim == 0:
                 what = "a number" if isinstance(part, Tensor) else f"a {type(part).__name__}"
                 raise TypeError(
                     f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
                 )
-        return parts, ()
+        return parts
 
-    def _losses(self, calls: Calls) -> list[tuple[Tensor, Tensor]]:
-        """The inputs and targets of the losses with the largest input, and of those like it."""
-        found = [(f, y) for name, f, y in calls.losses if name in self.functions and f.ndim > 0]
-        shapes = [f.shape[1:] for f, _ in sorted(found, key=lambda loss: loss[0].numel())]
-        return [(f, y) for f, y in found if f.shape[1:] == shapes[-1]]
+    def inputs(self, losses: Sequence[LossCall]) -> list[LossCall]:
+        """The calls that may be those of the loss: with the largest input, and inputs of the same shape."""
+        calls = []
+        for call in losses:
+            is_computed = call.input.requires_grad or not torch.is_grad_enabled()
+            if call.function in self.functions and call.input.ndim > 0 and is_computed:
+                calls.append(call)
+        largest = max(calls, key=lambda call: call.input.numel(), default=None)
+        return [call for call in calls if largest is not None and call.input.shape[1:] == largest.input.shape[1:]]
 
 
 def _chosen(returned: Any, key: Key | None) -> Any:

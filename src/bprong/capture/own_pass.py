@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from bprong.capture.calls import Calls, Replacements, recorded_calls
+from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.losses import watched_losses
 from bprong.capture.output import Head
+from bprong.capture.replacements import Replacements
 from bprong.capture.weights import WeightMatrix
 
 _THREAD = threading.local()  # `own`: how many passes of our own are running in this thread
@@ -66,13 +68,14 @@ def recorded_run(
     if errors and torch.is_inference_mode_enabled():
         raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
     with own_pass(), _without_trace(model, seed), torch.set_grad_enabled(errors):
-        with recorded_calls(weights) as calls, _AS_WRITTEN.active(), ExitStack() as stack:
+        with recorded_calls(weights) as calls, watched_losses() as losses, _AS_WRITTEN.active(), ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and importing it takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             calls.returned = _call(model, x)
+            calls.losses = losses
         if errors:
             calls.drop_without_graph()
-        yield (head or Head()).find(calls.returned, calls)[0], calls
+        yield (head or Head()).find(calls.returned, calls.losses), calls
 
 
 # Checkpoints, reentrant or not: the function is called once, with nothing around it.

@@ -1,8 +1,9 @@
 """The training calls of a model between two optimizer steps, followed from their forward pass to their backward pass.
 
 forward   The hooks of the model record the calls of the weights that are to be measured, if there are any.
-backward  When the user's backward pass arrives at the output, the recorded calls are measured on its graph, and the
-          gradient there is read. Calls that are never back-propagated do not count.
+loss      The calls of the loss function that are given the output show its targets.
+backward  When the user's backward pass arrives at the output, the recorded calls are measured on its graph. Calls that
+          are never back-propagated do not count.
 step      The batches whose gradients are in `.grad` are used and forgotten.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,16 +23,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from bprong.capture.batches import Batch, OutputGradient, examples
-from bprong.capture.calls import Calls, nodes_behind, recorded_calls
+from bprong.capture.batches import Batch, examples
+from bprong.capture.calls import Calls, as_plain, nodes_behind, recorded_calls
 from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
+from bprong.capture.losses import Watch
 from bprong.capture.measure import LayerMoments, gathered
 from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, copy_of, is_own_pass, noted_hooks, recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.contexts import Uninterrupted
 from bprong.likelihood.loss import Loss
+from bprong.likelihood.targets import LossCall, Targets, targets_of
 from bprong.sharding import is_sharded, leaves, local
 
 
@@ -61,8 +64,9 @@ class Pass:
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
     retained:   tensors whose gradients the user may have asked to be retained
     structure:  what the model returned, without its tensors, if the output is a rearrangement of them
+    place:      address, shape and strides of the output, if that is one tensor
+    losses:     the calls of loss functions that were given the output
     gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
-    declared_inside: whether the declared loss module was called within the model
     number:     which of the results of its operation the output is, if that is where a hook is
     task:       the backward pass that reached it last, and whether that pass added to `.grad`
 
@@ -77,10 +81,10 @@ class Pass:
     output: Output | None = None
     retained: Sequence[weakref.ref[Tensor]] = ()
     structure: TreeSpec | None = None
-    given: tuple[Tensor, ...] = ()
+    place: tuple[Any, ...] = ()
+    losses: list[LossCall] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
-    declared_inside: bool = False
     number: int | None = None
     task: int = -1
     accumulated: bool = False
@@ -94,7 +98,7 @@ class Batches:
     head:      finds the output that the loss is computed from
     meter:     measures the calls of the model's weights; None: nothing is measured
     reads:     whether the gradients at outputs are read even if nothing is measured
-    keeps:     whether the arguments of calls are kept until the step
+    keeps:     whether the arguments of calls are kept until the next step
     observed:  the batches given by `observe`, which are measured instead of the calls
     scale:     compares gradients at the end of backward passes with those at the step
 
@@ -116,28 +120,43 @@ class Batches:
         self.meter = meter
         self.reads = reads
         self.keeps = keeps
-        self.observed: list[Batch] = []
+        self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Pass] = []
         self.scale = GradientScale()
         self.unread: str | None = None  # why no output was found in what the model returned
+        self.last_loss: LossCall | None = None
         self._leaves = leaves(model) if is_sharded(model) else []
         self._loss_is_inside = True  # until a call shows otherwise
         self._changes_input: bool | None = None  # whether the model writes to what it is called with; None: not known
         self.listener = Listener(self)
+        self._watch = Watch(partial(_note, weakref.ref(self)))
+        weakref.finalize(self, self._watch.stop)
 
     def __reduce__(self) -> tuple[type[Batches], tuple[Any, ...]]:
         return Batches, (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
 
+    @property
+    def functions(self) -> set[str]:
+        """The loss functions that were given the outputs of the batches."""
+        return {f"F.{call.function}" for begun in self.reached for call in begun.losses}
+
+    def stop_watching(self) -> None:
+        """Look at calls of loss functions no longer, until the model is called again."""
+        self._watch.stop()
+
     def observe(self, x: Any, y: Tensor | None = None) -> None:
         """Measure this batch at the next step, instead of the calls of the model."""
-        self.observed.append(Batch(x, given=() if y is None else (y,)))
+        self.observed.append((x, y))
 
     def forget(self) -> None:
         """Forget all batches: they were used, or the step was refused."""
+        self._watch.stop()
+        self.last_loss = None
         self.observed.clear()
         for begun in self.reached:  # the user may still hold on to the output, and its hook to this
             begun.calls = None
             begun.output = None
+            begun.losses = []
             begun.measured = None
         self.reached.clear()
         self.listener.compiled = None
@@ -160,27 +179,34 @@ class Batches:
             calls.append(Batch(Arguments(*arguments)))
         calls = [self._with_loss_inside(call) for call in calls]
         if not self.observed:
-            given = tuple(y for call in calls for y in call.given)  # of several calls before their losses
-            each = all(len(call.given) == 1 for call in calls)
-            return calls if each else [replace(call, given=given) for call in calls]
-        lefts = [call.left for call in calls] if len(calls) == len(self.observed) else [None] * len(self.observed)
-        return [
-            replace(batch, left=left if left is not None and len(left.output) == _length(batch) else None)
-            for batch, left in zip(self.observed, lefts, strict=True)
-        ]
+            return calls
+        same = len(calls) == len(self.observed)
+        return [self._observed(x, y, calls[i] if same else Batch()) for i, (x, y) in enumerate(self.observed)]
+
+    def _observed(self, x: Any, y: Tensor | None, call: Batch) -> Batch:
+        """An observed batch; call: the call of the model that may have had the same examples."""
+        length = examples(x) if y is None else len(y)
+        batch = Batch(x) if call.output is None or len(call.output) != length else replace(call, x=x, measured=None)
+        if y is None or batch.targets is not None:
+            return batch
+        if batch.output is not None:
+            likelihood = self.loss.likelihood
+            is_laid_out = y.shape == batch.output.shape or not y.is_floating_point()
+            y = likelihood.laid_out(y if is_laid_out else likelihood.classes_last(y), batch.output)
+        return batch if y is None else replace(batch, targets=Targets.observed(self.loss, y))
 
     def _with_loss_inside(self, call: Batch) -> Batch:
-        """With what a loss inside of a compiled model leaves at the output, which a pass of our own shows."""
-        if call.left is not None or call.given or call.x is None or not self._loss_is_inside:
+        """With the targets of a loss inside of a compiled model, which a pass of our own shows."""
+        if call.targets is not None or call.x is None or not self._loss_is_inside:
             return call
         model = getattr(self.model, "_orig_mod", self.model)
-        with recorded_run(model, [], call.x, seed=0, errors=True, head=self.head) as (parts, calls):
-            self._loss_is_inside = any(name in self.head.functions for name, *_ in calls.losses)
-            losses = [t for t in tree_leaves(calls.returned) if isinstance(t, Tensor) and t.ndim == 0]
-            if not (self._loss_is_inside and losses and losses[0].requires_grad):
-                return call
-            gradients = torch.autograd.grad(losses[0], parts, allow_unused=True, materialize_grads=True)
-        return replace(call, left=self._output_gradient([part.detach() for part in parts], gradients))
+        with recorded_run(model, [], call.x, seed=0, errors=False, head=self.head) as (parts, calls):
+            losses = self.head.inputs(calls.losses)
+        self._loss_is_inside = bool(losses)
+        for loss in losses:
+            loss.gradient = torch.ones_like(loss.value)
+            loss.is_whole = len(losses) == 1
+        return self._with_targets(call, parts, losses, lambda: None) if losses else call
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -189,69 +215,81 @@ class Batches:
         weights = [] if self.meter is None else self.meter.weights()
         if not (weights or self.reads):
             return None
-        # Containers are copied, so that the user cannot change them.
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
-        originals = Arguments(args, kwargs, autocast)
-        copies = self.keeps and self._changes_input is not False
-        arguments = tree_map_only(Tensor, copy_of, originals) if copies else originals
-        begun = Pass(arguments, originals, _versions(originals), ExitStack())
-        if self._leaves or any(map(_is_compiled, self.model.modules())):
+        self._watch.start()
+        begun = Pass(None, None, [], ExitStack())
+        if weights or self.keeps:
+            self._keep(begun, args, kwargs)
+        if weights and (self._leaves or any(map(_is_compiled, self.model.modules()))):
             # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
             # gradients, and gather parameters as often as this rank's batch asks for.
             begun.calls = Calls(weights, formulas=False)
             begun.calls.opaque = True
-        elif weights or self._loss_is_inside:
+        elif weights:
             begun.calls = begun.recording.enter_context(recorded_calls(weights, formulas=False))
-        if weights or self.keeps:
-            begun.recording.enter_context(noted_hooks(self.model))
         return begun
+
+    def _keep(self, begun: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps what the model was called with, for a pass of our own."""
+        # Containers are copied, so that the user cannot change them.
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        begun.originals = Arguments(args, kwargs, autocast)
+        begun.versions = _versions(begun.originals)
+        copies = self.keeps and self._changes_input is not False
+        begun.arguments = tree_map_only(Tensor, copy_of, begun.originals) if copies else begun.originals
+        begun.recording.enter_context(noted_hooks(self.model))
 
     def finish(self, begun: Pass, returned: Any) -> None:
         """When the call has returned, or raised an error (None): wait for a backward pass."""
         begun.recording.close()
+        if returned is None:
+            self.stop_watching()
         if begun.originals is not begun.arguments:
             self._changes_input = begun.versions != _versions(begun.originals)
             begun.originals = None  # what becomes of them does not matter, since there are copies
         if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
-            self.head.inside = begun.declared_inside
+            self.head.inside = any(call.is_declared for call in begun.losses)
         try:
-            parts, begun.given = ([], ()) if returned is None else self.head.find(returned, begun.calls)
+            parts = [] if returned is None else self.head.find(returned, begun.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self.unread = str(reason)
             return
         if not parts or not all(part.requires_grad for part in parts):
             return
-        begun.output = Output.of(parts)
-        for edge in begun.output.edges:  # for the loss to find the call
-            cast(Any, edge.node).metadata[id(self)] = weakref.ref(begun)
         leaves, structure = tree_flatten(returned)
+        self._take_losses(begun, parts, leaves)
+        begun.output = Output.of(parts)
+        begun.place = _place(parts[0]) if len(parts) == 1 else ()
+        sources = [edge.node for edge in begun.output.edges]
         if callable(self.head.key) and not all(any(part is leaf for leaf in leaves) for part in parts):
             begun.structure = structure  # the loss is computed from the tensors that the output was made of
             parts = leaves
+            sources = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         elif len(parts) == 1:
             begun.number = parts[0].output_nr
             begun.output = replace(begun.output, edges=())
+        for node in sources:  # for the loss to find the call
+            cast(Any, node).metadata[id(self)] = weakref.ref(begun)
         if not any(part.numel() for part in begun.output.parts):
             begun.calls = None
         calls = begun.calls
         triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
         if calls is not None:
             begun.retained = [*calls.retained, *(weakref.ref(t) for t in leaves if isinstance(t, Tensor))]
-            self._loss_is_inside = calls.opaque or bool(calls.losses)
-            calls.losses.clear()
+            self._loss_is_inside = calls.opaque or bool(begun.losses)
             calls.drop_without_graph()
         if not (self.keeps or (calls is not None and self._needs_own_pass(calls))):
             begun.arguments = None
             begun.originals = None
-        # A hook that kept the tensor itself would keep itself alive.
         for i, part in [*enumerate(parts), *((None, leaf) for leaf in triggers)]:
-            if (
-                isinstance(part, Tensor) and part.grad_fn is not None
-            ):  # hooks would gather on a parameter that is returned
-                hook = partial(_arrive, weakref.ref(self), begun, i)
-                part.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._await(begun, i, part)
+
+    def _await(self, begun: Pass, i: int | None, part: Any) -> None:
+        """Waits for a backward pass at a part of the output; hooks would gather on a parameter that is returned."""
+        if isinstance(part, Tensor) and part.grad_fn is not None:
+            hook = partial(_arrive, weakref.ref(self), begun, i)  # which would keep itself alive if it had the tensor
+            part.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _needs_own_pass(self, calls: Calls) -> bool:
         """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
@@ -259,12 +297,26 @@ class Batches:
         missing = any(weight not in seen and weight.name not in calls.empty for weight in calls.recorded)
         return missing or (bool(calls.recorded) and (calls.opaque or _anything_is_compiled()))
 
-    def after_loss(self, value: Tensor, y: Tensor) -> None:
-        """When the loss module was called: its targets belong to the calls of the model that its value depends on."""
-        for node in nodes_behind(value, lambda node: id(self) in node.metadata, TO_THE_LOSS):
+    def _take_losses(self, begun: Pass, parts: Sequence[Tensor], leaves: Sequence[Any]) -> None:
+        """Keeps those of the calls of loss functions inside of the model that were given what it returns."""
+        begun.losses = [call for call in begun.losses if any(call.input is tensor for tensor in (*parts, *leaves))]
+        for call in begun.losses:
+            call.is_whole = len(parts) == 1 and call.input is parts[0]
+            call.input = call.input.detach()
+
+    def note_loss(self, call: LossCall) -> None:
+        """When a loss function was called: it belongs to the calls of the model that its input depends on."""
+        self.last_loss = call
+        begun = self.listener.innermost
+        if begun is not None:
+            begun.losses.append(call)
+            return
+        for node in nodes_behind(call.input, lambda node: id(self) in node.metadata, TO_THE_LOSS):
             begun = node.metadata[id(self)]()
             if begun is not None:
-                begun.given = (*begun.given, y.detach())
+                call.is_whole = bool(begun.place) and begun.place == _place(call.input)
+                begun.losses.append(call)
+        call.input = call.input.detach()
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -291,7 +343,11 @@ class Batches:
         if begun not in self.reached:
             self.reached.append(begun)
             begun.gradients = {}
-        if accumulates:
+            for call in begun.losses:
+                call.gradient = None
+        for call in begun.losses:
+            call.count(task)
+        if accumulates and self.reads:
             self.scale.expect(list(self.model.parameters()))
         first = begun.task != task
         begun.task = task
@@ -328,33 +384,64 @@ class Batches:
 
         If the gradients of one of them are thrown away, so are those of all the others.
         """
-        counting = [one for one in finished if one.measured and self._batch(one).counts(self.loss.likelihood)]
+        counting = [one for one in finished if one.measured and self._batch(one).counts]
         for one, following in pairwise(counting):
             one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
 
     def _batch(self, begun: Pass) -> Batch:
         """A call that a backward pass has reached."""
-        return Batch(begun.arguments, self._left(begun), begun.given, measured=begun.measured)
+        batch = Batch(begun.arguments, measured=begun.measured)
+        if begun.output is None:
+            return batch
+        arrived = [call for call in begun.losses if call.gradient is not None]
+        declared = [call for call in arrived if call.is_declared]
+        losses = declared or [call for call in arrived if call.function in self.head.functions]
+        return self._with_targets(batch, begun.output.parts, losses, partial(self._gradients, begun))
 
-    def _left(self, begun: Pass) -> OutputGradient | None:
-        """Of all backward passes through one output, as if their losses had been summed; None: nothing finite.
+    def _with_targets(
+        self,
+        batch: Batch,
+        parts: Sequence[Tensor],
+        losses: Sequence[LossCall],
+        gradients: Callable[[], Sequence[Tensor] | None],
+    ) -> Batch:
+        """A batch with its output and targets; gradients: gives those at the parts of the output, if they are known."""
+        likelihood = self.loss.likelihood
+        class_dim = likelihood.class_dim(parts[0], losses[0].input if losses else None)
+        output = laid_out(parts, class_dim)
 
-        Gradients that are not finite belong to a step that was skipped.
-        """
+        def gradient() -> Tensor | None:
+            values = gradients()
+            return None if values is None else laid_out(values, class_dim)
+
+        targets = targets_of(likelihood, losses, output, gradient) if losses else None
+        reached = None
+        if targets is None and (values := gradient()) is not None:
+            reached = likelihood.reached(values)
+        return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
+
+    def _gradients(self, begun: Pass) -> Sequence[Tensor] | None:
+        """At the parts of an output, as if the losses of all backward passes had been summed; None: not yet known."""
         parts = () if begun.output is None else begun.output.parts
         arrivals = len(parts) if begun.structure is None else begun.structure.num_leaves
         if not parts or len(begun.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
             return None
         gradients = [begun.gradients[i] for i in sorted(begun.gradients)]
         if begun.structure is not None:  # what rearranges tensors rearranges their gradients
-            gradients, _ = self.head.find(tree_unflatten(gradients, begun.structure))
-        return self._output_gradient(parts, gradients)
+            gradients = self.head.find(tree_unflatten(gradients, begun.structure))
+        return gradients
 
-    def _output_gradient(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> OutputGradient | None:
-        if not all(bool(torch.isfinite(g).all()) for g in gradients):
-            return None
-        class_dim = self.loss.likelihood.class_dim(laid_out(parts, None), laid_out(gradients, None))
-        return OutputGradient(laid_out(parts, class_dim), laid_out(gradients, class_dim), class_dim)
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor is, how often it was written to, and its layout, which the shape does not change if contiguous."""
+    layout = (tensor.numel(),) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+    return (as_plain(tensor.detach()).data_ptr(), tensor._version, *layout)
+
+
+def _note(owner: weakref.ref[Batches], call: LossCall) -> None:
+    batches = owner()
+    if batches is not None and not is_own_pass():
+        batches.note_loss(call)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -379,10 +466,6 @@ def _arrive(owner: weakref.ref[Batches], begun: Pass, part: int | None, gradient
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:
     return not any(p.grad is not None and bool(local(p.grad).any()) for p in sorted(parameters, key=Tensor.numel))
-
-
-def _length(batch: Batch) -> int:
-    return len(batch.given[0]) if batch.given else examples(batch.x)
 
 
 def _versions(batch: Any) -> list[int]:

@@ -166,7 +166,7 @@ def _adamw(problem: Problem, **given: Any) -> TrainingState:
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return TrainingState(model, AdamW(groups, **given))
+    return TrainingState(model, AdamW(groups, fused=True, **given))
 
 
 def _whitened(problem: Problem, backward: bool) -> TrainingState:

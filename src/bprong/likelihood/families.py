@@ -11,7 +11,6 @@ take them. An image of independent pixels (an output of four or more dimensions)
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,8 +20,6 @@ from torch import Tensor
 
 from bprong.likelihood.random_numbers import generator
 from bprong.linalg.moments import to_float64
-
-CERTAIN = 1e-6  # probability of all other outcomes at which a target counts as predicted with certainty
 
 
 def nontrivial(mask: Tensor | None) -> Tensor | None:
@@ -39,7 +36,6 @@ class Likelihood(ABC):
                    leaves out a constant.
     takes_float64  nll accepts a float64 output, whatever the dtype of the targets.
     ignore_index   the class index that marks targets that do not count.
-    hint           what to do if a gradient at the output cannot come from this likelihood; empty: any gradient can.
 
     >>> class Poisson(Likelihood):                        # output: log of the rate, (batch, counts)
     ...     def nll(self, output, y):
@@ -53,7 +49,6 @@ class Likelihood(ABC):
     nonnegative = False
     takes_float64 = False
     ignore_index = -100
-    hint = ""
 
     @abstractmethod
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
@@ -142,34 +137,32 @@ class Likelihood(ABC):
             return None
         return mask.reshape(self.targets(output), -1).any(dim=1)
 
-    def counted_in(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """Which targets the user's loss counts, (...) for rows (..., m): those that have a gradient, or need none."""
-        reached = self._rows(gradient != 0).any(dim=-1)
-        return reached if bool(reached.all()) else reached | self.certain(output)
-
-    def certain(self, output: Tensor) -> Tensor:
-        """Which targets are predicted with certainty, so that a loss that counts them leaves no gradient."""
-        return output.new_zeros((), dtype=torch.bool)
-
     def not_ignored(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as ignored; None if this likelihood has no such mark."""
         return None
 
-    def class_dim(self, output: Tensor, gradient: Tensor) -> int | None:
-        """The dimension of the classes, by the gradient, if the output must be laid out as (B, positions, classes)."""
+    def class_dim(self, output: Tensor, loss_input: Tensor | None) -> int | None:
+        """The dimension of the classes, if the output must be laid out as (B, positions, classes).
+
+        loss_input: what the loss was given instead of the output; None: its call was not seen
+        """
         return None
+
+    def classes_last(self, loss_input: Tensor) -> Tensor:
+        """What a loss function of torch was given, with classes in the last dimension."""
+        return loss_input
 
     def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
-        """Targets as a loss takes them, laid out like the output; None if they cannot be targets of this output."""
+        """Targets with classes in the last dimension, laid out like the output; None: they are not its targets."""
         return y
 
-    def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor | None:
-        """Labels by the signs of the gradient of a loss at the output; None: there are none."""
-        return None
+    def reached(self, gradient: Tensor) -> Tensor:
+        """Which targets have a gradient at the output."""
+        return self._rows(gradient != 0).any(dim=-1)
 
-    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
-        """The targets with ∂(−log p) / ∂ output = g, up to this error of a probability; None if there are none."""
-        return None
+    def weighted(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Which of the data's targets have a weight that is not zero; weights: of what a loss function returned."""
+        return self._rows(weights.reshape(y.shape) != 0).any(dim=-1)
 
     def total_nll(self, output: Tensor, y: Tensor) -> Tensor:
         """The sum of nll over targets: its gradients are per target, however the user's own loss is reduced."""
@@ -187,10 +180,6 @@ class Categorical(Likelihood):
 
     nonnegative = True
     takes_float64 = True
-    hint = (
-        "Declare nn.NLLLoss() if the model returns log-probabilities, nn.MSELoss() for squared errors, or "
-        "nn.BCEWithLogitsLoss() for several labels of one example"
-    )
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         """The cross-entropy of each target; y: class indices (...), or distributions over the classes (..., m)."""
@@ -237,39 +226,31 @@ class Categorical(Likelihood):
                 f"these lie in {int(classes.min())} … {int(classes.max())}"
             )
 
-    def certain(self, output: Tensor) -> Tensor:
-        return output.amax(dim=-1) - output.logsumexp(dim=-1) > -CERTAIN
-
-    def not_ignored(self, y: Tensor) -> Tensor | None:
+    def not_ignored(self, y: Tensor) -> Tensor:
         return y.any(dim=-1) if y.is_floating_point() else y != self.ignore_index
 
-    def class_dim(self, output: Tensor, gradient: Tensor) -> int | None:
-        """The gradient of a cross-entropy sums to zero over the classes, and log-probabilities to one."""
+    def class_dim(self, output: Tensor, loss_input: Tensor | None) -> int | None:
+        """torch's functions take classes in the second dimension."""
         if output.ndim < 3:
             return None
-        second, last = (
-            _is_zero(gradient.sum(dim=dim), gradient) or _is_zero(output.logsumexp(dim=dim), output) for dim in (1, -1)
-        )
-        otherwise = -1 if output.ndim > 3 else None
-        return 1 if second and not last else otherwise
+        last = -1 if output.ndim > 3 else None
+        if loss_input is None:
+            return 1 if output.ndim > 3 else None
+        if loss_input.shape == output.shape:
+            return 1 if loss_input.stride() == output.stride() else last
+        classes = loss_input.shape[min(1, loss_input.ndim - 1)]
+        return 1 if output.shape[1] == classes != output.shape[-1] else last
+
+    def classes_last(self, loss_input: Tensor) -> Tensor:
+        return loss_input.movedim(1, -1) if loss_input.ndim > 2 else loss_input
+
+    def weighted(self, y: Tensor, weights: Tensor) -> Tensor:
+        counted = self.not_ignored(y)
+        return (weights.reshape(counted.shape) != 0) & counted
 
     def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
         shape = output.shape if y.is_floating_point() else output.shape[:-1]
-        y = y.movedim(1, -1) if y.is_floating_point() and y.ndim > 2 and y.shape != shape else y
         return y.reshape(shape) if y.numel() == shape.numel() else None
-
-    def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of a cross-entropy, ∝ p − e_y, is least at y, which is not the class that is ignored."""
-        ignored = torch.arange(output.shape[-1], device=output.device) == self.ignore_index
-        least = gradient.masked_fill(ignored, math.inf).argmin(dim=-1)
-        y = torch.where((gradient != 0).any(dim=-1), least, output.argmax(dim=-1))
-        return y.masked_fill(~self.counted_in(output, gradient), self.ignore_index)
-
-    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
-        """q = p − g, if these are distributions."""
-        q = output.softmax(dim=-1) - g
-        valid = float(q.min()) >= -tolerance and float((q.sum(dim=-1) - 1).abs().max()) <= tolerance
-        return q.clamp(min=0) if valid else None
 
 
 class _Elementwise(Likelihood):
@@ -308,8 +289,6 @@ class _Elementwise(Likelihood):
 class Bernoulli(_Elementwise):
     """Independent bits with logits as output; loss: binary cross-entropy summed over a row."""
 
-    hint = "If the model ends in a sigmoid, remove that and use nn.BCEWithLogitsLoss instead of nn.BCELoss"
-
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         values = F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none")
         return self._rows(values).sum(dim=-1).flatten()
@@ -321,17 +300,6 @@ class Bernoulli(_Elementwise):
         p = output.sigmoid()
         return p * (1 - p)
 
-    def certain(self, output: Tensor) -> Tensor:
-        return self._rows(output.abs() > -math.log(CERTAIN)).all(dim=-1)
-
-    def hard_targets(self, output: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient, ∝ p − y, is negative where y is one."""
-        return torch.where(gradient == 0, output > 0, gradient < 0).to(output)
-
-    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
-        y = output.sigmoid() - g
-        return y.clamp(0, 1) if -tolerance <= float(y.min()) and float(y.max()) <= 1 + tolerance else None
-
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         super().check_targets(output, y)
         if y.min() < 0 or y.max() > 1:
@@ -340,8 +308,6 @@ class Bernoulli(_Elementwise):
 
 class Gaussian(_Elementwise):
     """Independent outputs of unit variance; loss: ½‖y − output‖², summed over a row."""
-
-    hint = "For classes declare nn.CrossEntropyLoss()"
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
         return self._rows((output - y) ** 2 / 2).sum(dim=-1).flatten()
@@ -352,14 +318,6 @@ class Gaussian(_Elementwise):
     def curvature(self, output: Tensor) -> Tensor:
         return torch.ones_like(output)
 
-    def targets_behind(self, output: Tensor, g: Tensor, tolerance: float) -> Tensor | None:
-        """Any number can be a target, but a gradient that sums to zero over the outputs is that of a cross-entropy.
-
-        Unless the outputs are probabilities, which sum to one as their targets do.
-        """
-        several = output.ndim > 1 and output.shape[-1] > 2 and not _is_zero(output.sum(dim=-1) - 1, output)
-        return None if several and _is_zero(g.sum(dim=-1), g) else output - g
-
 
 class Undeclared(Likelihood):
     """For optimizers that need no loss: it knows only which targets count."""
@@ -369,11 +327,6 @@ class Undeclared(Likelihood):
 
     def sample(self, output: Tensor) -> Tensor:
         raise TypeError("no loss was declared")
-
-
-def _is_zero(sums: Tensor, terms: Tensor) -> bool:
-    tolerance = max(1e-3, 4 * torch.finfo(terms.dtype).eps)
-    return float(sums.abs().max()) <= tolerance * float(terms.abs().max())
 
 
 def times_roots(roots: Iterable[Tensor], V: Tensor, targets: int) -> Tensor:

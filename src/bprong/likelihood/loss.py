@@ -1,9 +1,8 @@
 """The user's loss, as declared: a torch loss, its name, one of the paper's words, or a `Likelihood`.
 
-    loss = κ Σ_t w_t (−log p(y_t | f_t))         G = ∂ loss / ∂f
+    loss = κ Σ_t w_t (−log p(y_t | f_t))
 
-The declaration says what κ and w are. The gradient G that the user's backward pass leaves at the output f shows which
-targets y the loss was given (`targets.py`), and whether the declaration is right.
+The declaration says what κ and w are until a call of the loss is seen, which says it again (`targets.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,6 +48,7 @@ class Loss:
     kind:        which loss of torch it is; None: the mean of −log p
     given:       the loss module, whose calls show the targets, or the options of a loss function
 
+    >>> import torch
     >>> declared_loss(nn.CrossEntropyLoss()).value(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor(1.3863)
     """
@@ -65,15 +64,16 @@ class Loss:
         self.likelihood = likelihood
         self.kind = kind
         self.given = given
-        if "ignore_index" in self.options:
-            likelihood.ignore_index = self.options["ignore_index"]
+        likelihood.ignore_index = self.options.get("ignore_index", likelihood.ignore_index)
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that are set, read at every use, because the user may change them or move them to a device."""
+        if isinstance(self.given, Mapping):
+            return dict(self.given)
         names = () if self.kind is None else self.kind.options
-        known = self.given if isinstance(self.given, Mapping) else {name: getattr(self.given, name) for name in names}
-        return {name: option for name, option in known.items() if option is not None}
+        options = {name: getattr(self.given, name) for name in names}
+        return {name: option for name, option in options.items() if option is not None}
 
     @property
     def sums(self) -> bool:
@@ -81,35 +81,17 @@ class Loss:
         return bool(self.options.get("reduction") == "sum")
 
     @property
-    def needs_its_call(self) -> bool:
-        """Whether only a call of the loss shows its targets, since any gradient at the output fits some targets."""
-        return type(self.likelihood).hard_targets is Likelihood.hard_targets
-
-    @property
-    def weighted(self) -> bool:
-        """Whether some classes or elements count more than others."""
-        return not self.options.keys().isdisjoint(("weight", "pos_weight"))
-
-    @property
     def functions(self) -> frozenset[str]:
         """The names of torch's functions that may be this loss."""
         kinds = [kind for kind in KINDS.values() if kind is self.kind or kind.family is type(self.likelihood)]
         return frozenset(kind.function.__name__ for kind in kinds if self.kind in (None, kind))
 
-    def fits(self, output: Tensor) -> bool:
-        """Whether the model returns what the loss takes, as far as can be seen."""
-        known = self.kind == KINDS["nll"] and bool(torch.isfinite(output).all())
-        return not known or float(output.logsumexp(dim=-1).abs().max()) < 0.1
-
-    def value(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
-        """The loss as the user computes it, of the targets that count; classes are in the output's last dimension.
-
-        changed: options of the loss that differ
-        """
+    def value(self, output: Tensor, y: Tensor) -> Tensor:
+        """The loss as the user computes it, of the targets that count; classes are in the output's last dimension."""
         if self.kind is None:
             return self.likelihood.total_nll(output, y) / self.likelihood.targets(output)
-        # With reduction="none" the user reduces the values: to a mean, or the check of the gradient says otherwise.
-        options = self.options | {"reduction": "sum" if self.sums else "mean"} | changed
+        # With reduction="none" the user reduces the values.
+        options = self.options | {"reduction": "sum" if self.sums else "mean"}
         options = {k: option.to(output) if isinstance(option, Tensor) else option for k, option in options.items()}
         if self.kind.nats is None:
             y = y.flatten(end_dim=output.ndim - 2)
@@ -126,17 +108,6 @@ class Loss:
             return float(weight.to(y.device)[y[y != self.likelihood.ignore_index]].sum())
         return float(self.likelihood.targets(output)) if self.sums else 1.0
 
-    def smoothing(self, output: Tensor, y: Tensor) -> Tensor | None:
-        """What label smoothing adds to ∂ loss / ∂ output; None: nothing."""
-        share = self.options.get("label_smoothing", 0.0)
-        return share * self.gradient(output, y, label_smoothing=1.0) if share else None
-
-    def gradient(self, output: Tensor, y: Tensor, **changed: Any) -> Tensor:
-        """∂ loss / ∂ output."""
-        with torch.enable_grad():
-            leaf = output.detach().requires_grad_()
-            return torch.autograd.grad(self.value(leaf, y, **changed), leaf)[0]
-
 
 KINDS = {
     "cross_entropy": Kind(
@@ -148,12 +119,14 @@ KINDS = {
     ),
     "mse": Kind(nn.MSELoss, F.mse_loss, Gaussian, ("reduction",), 2.0),
 }
+_BY_FUNCTION = {kind.function.__name__: kind for kind in KINDS.values()}
 _WORDS: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 def declared_loss(given: Declaration | None) -> Loss:
     """The loss that was declared; None: a likelihood that only knows which targets count.
 
+    >>> import torch
     >>> declared_loss("mse").multiple(torch.zeros(8, 5), torch.zeros(8, 5))
     0.4
     """
@@ -174,6 +147,11 @@ def declared_loss(given: Declaration | None) -> Loss:
         if function is kind.function and keywords.keys() <= set(kind.options):
             return Loss(f"F.{kind.function.__name__}", kind.family(), kind, keywords)
     raise (ValueError if isinstance(given, str) else TypeError)(_refusal(given))
+
+
+def loss_of_call(likelihood: Likelihood, function: str, options: Mapping[str, Any]) -> Loss:
+    """The loss that a call of one of torch's functions computes."""
+    return Loss(f"F.{function}", likelihood, _BY_FUNCTION[function], options)
 
 
 def _refusal(given: object) -> str:

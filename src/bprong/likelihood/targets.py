@@ -1,42 +1,68 @@
-"""The targets that a loss was given, from the gradient G that the user's backward pass leaves at the output.
+"""What the user's loss is of a model's output, as the calls of its loss functions show it.
 
-    G = r ∂(declared loss) / ∂f
+    the user's loss  =  Σ over calls of r · loss(f, y)  +  further terms
 
-Targets are known if the loss is a module or if they were observed; r is then found by least squares. Otherwise hard
-labels are read off the signs of G, and r again by least squares. If hard labels do not explain G, targets are the
-distributions (for a Gaussian, the numbers) that explain it at an assumed r.
+f is the output and r the gradient that the user's backward pass brings to the value of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bprong.likelihood.families import nontrivial
-from bprong.likelihood.loss import Loss
+from bprong.likelihood.families import Likelihood, nontrivial
+from bprong.likelihood.loss import Loss, loss_of_call
 from bprong.linalg.moments import to_float64
+
+
+class Term(NamedTuple):
+    """ratio · loss(f, y); weights: of single targets, where the loss function left the reduction to the user."""
+
+    loss: Loss
+    y: Tensor
+    ratio: float = 1.0
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Targets:
     """The user's loss as a function of the output.
 
-    y          targets, laid out like the output
-    counted    which of them the loss counts, without the output's last dimension; None: all
-    ratio      r, the user's gradient as a multiple of that of the declared loss
-    residual   the part of G that y does not explain, relative to G
-    effective  y are distributions in which the weights and the smoothing of the loss are contained
+    terms:  of the loss, with targets that are laid out like the output
+    total:  its value when it was called; None: its call was not seen
+    rows:   which targets it counts, where that is known beforehand
     """
 
-    loss: Loss
-    y: Tensor
-    counted: Tensor | None = None
-    ratio: float = 1.0
-    residual: float = 0.0
-    effective: bool = False
+    terms: tuple[Term, ...]
+    total: float | None = None
+    rows: Tensor | None = None
+
+    @classmethod
+    def observed(cls, loss: Loss, y: Tensor, ratio: float = 1.0, total: float | None = None) -> Targets:
+        """Of targets that the user gives, for the loss that was declared."""
+        return cls((Term(loss, y, ratio),), total)
+
+    @property
+    def y(self) -> Tensor:
+        return self.terms[0].y
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Which targets the loss counts, without the output's last dimension; None: nothing says that any do not."""
+        loss, y, _, weights = self.terms[0]
+        if self.rows is not None:
+            return self.rows
+        return loss.likelihood.not_ignored(y) if weights is None else loss.likelihood.weighted(y, weights)
+
+    @cached_property
+    def counted(self) -> Tensor | None:
+        """The mask; None: all count."""
+        return nontrivial(self.mask)
 
     def mean(self, output: Tensor) -> float:
         """The mean −log p of a target, weighted as in the loss."""
@@ -49,19 +75,26 @@ class Targets:
             (g,) = torch.autograd.grad(self._mean(leaf), leaf)
         return [float((g * d).sum()) for d in along]
 
+    @cached_property
     def multiple(self) -> float:
         """The user's loss as a multiple of the mean −log p of a target; it depends on the number of targets alone."""
-        output = self.y if self.y.is_floating_point() else self.y.unsqueeze(-1)
-        return self.ratio * self.loss.multiple(self._part(output), self._part(self.y))
+        return sum(term.ratio * self._multiple(term) for term in self.terms)
+
+    def _multiple(self, term: Term) -> float:
+        y = self._part(term.y) if term.loss.sums else term.y  # a mean does not depend on the number of targets
+        return term.loss.multiple(y if y.is_floating_point() else y.unsqueeze(-1), y)
 
     def select(self, rows: Callable[[Tensor], Tensor]) -> Targets:
         """The targets of some of the examples; rows: selects their rows of a tensor."""
-        return replace(self, y=rows(self.y), counted=None if self.counted is None else rows(self.counted))
+        terms = tuple(term._replace(y=rows(term.y), weights=None) for term in self.terms)
+        return Targets(terms, rows=None if self.mask is None else rows(self.mask))
 
     def _mean(self, output: Tensor) -> Tensor:
-        f, y = map(self._part, (output, self.y))
-        loss = Loss(self.loss.name, self.loss.likelihood) if self.effective else self.loss
-        return loss.value(f, y) / loss.multiple(f, y)
+        f = self._part(output)
+        value = output.new_zeros(())
+        for term in self.terms:
+            value = value + term.ratio * term.loss.value(f, self._part(term.y))
+        return value / self.multiple
 
     def _part(self, tensor: Tensor) -> Tensor:
         """The rows of the targets that count."""
@@ -69,79 +102,141 @@ class Targets:
 
     def _exact(self, output: Tensor) -> Tensor:
         """The values of the output, in float64 if the likelihood accepts that."""
-        return to_float64(output.detach()) if self.loss.likelihood.takes_float64 else output.detach()
-
-    def fitted(self, f: Tensor, G: Tensor) -> Targets:
-        """These targets with r by least squares, and what they leave unexplained beyond rounding."""
-        f, y, G = map(self._part, (f, self.y, G))
-        E = self.loss.gradient(f, y)
-        unit = E / E.abs().max().clamp(min=torch.finfo(E.dtype).tiny)  # the square of E may underflow
-        ratio = float((G * unit).sum()) / max(float((E * unit).sum()), 1e-300)
-        # Rounding: that of κ p and κ y before their difference, which is float32's even if G was rounded further.
-        kappa = abs(ratio) * self.loss.multiple(f, y) / self.loss.likelihood.targets(f)
-        rounding = 5e-7 * kappa * G.numel() ** 0.5
-        residual = max(0.0, float((G - ratio * E).norm()) - rounding) / max(float(G.norm()), 1e-30)
-        return replace(self, ratio=ratio, residual=residual if ratio > 0 else 1.0)
+        likelihood = self.terms[0].loss.likelihood
+        return to_float64(output.detach()) if likelihood.takes_float64 else output.detach()
 
 
-def read_targets(
-    loss: Loss, output: Tensor, gradient: Tensor, given: Iterable[Tensor] = (), assumed: Sequence[float] = (1.0,)
-) -> Targets | None:
-    """The targets behind the gradient that a loss leaves at an output; None: they cannot be read.
+@dataclass(eq=False)
+class LossCall:
+    """A call of a loss function.
 
-    given:    targets that the loss may have been given
-    assumed:  what r may be where targets do not tell, the most likely first
-
-    >>> from bprong.likelihood.loss import declared_loss
-    >>> f = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
-    >>> loss = declared_loss("cross_entropy")
-    >>> found = read_targets(loss, f, 3 * loss.gradient(f, torch.tensor([2, 0])))
-    >>> found.y.tolist(), round(found.ratio, 4)
-    ([2, 0], 3.0)
+    function: its name in torch.nn.functional
+    input, target, options: what it was given
+    value:    what it returned, detached
+    is_declared: whether it was made by the declared module
+    is_whole: whether its input is the output of a model, all of it
+    arrived:  the last backward pass that reached it, and the gradient of the user's loss at its value in that pass
+    gradient: this gradient, summed over the backward passes that count; None: none has arrived
     """
-    likelihood = loss.likelihood
-    tolerance = max(1e-4, 4 * torch.finfo(gradient.dtype).eps)
-    f = output.detach().to(torch.promote_types(output.dtype, torch.float32))
-    G = gradient.detach().to(f.dtype)
-    laid_out = [likelihood.laid_out(y, output) for y in given]
-    known = [
-        Targets(loss, y, nontrivial(mask), assumed[0])
-        for y in laid_out
-        if y is not None and ((mask := likelihood.not_ignored(y)) is None or bool(mask.any()))
-    ]
-    if not bool(G.any()):  # nothing can be read off zeros: no target counts, or all are predicted with certainty
-        return known[0] if known else None
-    found = [targets.fitted(f, G) for targets in known]
-    if not any(one.residual <= tolerance for one in found):
-        found += _hard_targets(loss, f, G, tolerance)
-    best = min(found, key=lambda one: one.residual, default=None)
-    if best is not None and (best.residual <= tolerance or loss.weighted):
-        return best
-    return _soft_targets(loss, f, G, assumed, 10 * tolerance) or best
+
+    function: str
+    input: Tensor
+    target: Tensor
+    options: Mapping[str, Any]
+    value: Tensor
+    is_declared: bool = False
+    is_whole: bool = False
+    arrived: tuple[int, Tensor | None] = (-1, None)
+    gradient: Tensor | None = None
+
+    def arrive(self, gradient: Tensor) -> None:
+        """A hook on the value."""
+        self.arrived = (torch._C._current_graph_task_id(), gradient.detach())
+
+    def count(self, task: int) -> None:
+        """Adds the gradient of a backward pass, if that has reached this call."""
+        number, gradient = self.arrived
+        if number == task and gradient is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+            self.arrived = (task, None)
 
 
-def _hard_targets(loss: Loss, f: Tensor, G: Tensor, tolerance: float) -> list[Targets]:
-    """Hard labels from the signs of G, without what label smoothing adds to G."""
-    y = loss.likelihood.hard_targets(f, G)
-    if y is None:
-        return []
-    first = Targets(loss, y, nontrivial(loss.likelihood.counted_in(f, G))).fitted(f, G)
-    smoothing = loss.smoothing(f, y)
-    if first.residual <= tolerance or smoothing is None:
-        return [first]
-    # Smoothing adds r times this, and r is not known before y is; but labels need r within a factor of two only.
-    least = float(G.abs().max() / loss.gradient(f, y).abs().max())
-    labels = [loss.likelihood.hard_targets(f, G - least * 2.0**i * smoothing) for i in range(8)]
-    return [first, *(replace(first, y=y).fitted(f, G) for y in labels if y is not None)]
+def targets_of(
+    likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Callable[[], Tensor | None]
+) -> Targets | None:
+    """The targets of some calls of a loss; None: these were given something other than the output.
 
-
-def _soft_targets(loss: Loss, f: Tensor, G: Tensor, assumed: Sequence[float], tolerance: float) -> Targets | None:
-    """The targets y at which ∂(−log p) / ∂f is G / (r κ), for the first assumed r at which there are any."""
-    counted = loss.likelihood.counted_in(f, G)
-    part = f[counted]
-    for ratio in assumed:
-        kappa = ratio * loss.multiple(part, part) / loss.likelihood.targets(part)
-        y = loss.likelihood.targets_behind(f, G / kappa, tolerance)
+    output:    with classes in its last dimension
+    gradient:  gives what the user's backward pass left there; None: not known
+    """
+    losses = [loss_of_call(likelihood, call.function, call.options) for call in calls]
+    ratios, values = _read(calls)
+    terms = []
+    for loss, call, ratio in zip(losses, calls, ratios, strict=True):
+        y = _laid_out(likelihood, call, output)
+        weights = call.gradient if call.options["reduction"] == "none" else None
         if y is not None:
-            return Targets(loss, y, nontrivial(counted), ratio, effective=True)
+            terms.append(Term(loss, y, ratio, weights))
+    if len(terms) == len(calls):
+        return Targets(tuple(terms), sum(values))
+    rows = _rows_of_calls(likelihood, calls, output, gradient)
+    if rows is None:
+        return None
+    targets = Targets((Term(losses[0], rows[0]),), sum(values), rows[1])
+    multiple = 0.0
+    for loss, call, ratio in zip(losses, calls, ratios, strict=True):
+        multiple += ratio * loss.multiple(likelihood.classes_last(call.input), call.target)
+    return replace(targets, terms=(Term(losses[0], rows[0], multiple / targets.multiple),))
+
+
+def _read(calls: Sequence[LossCall]) -> tuple[list[float], list[float]]:
+    """r of each call as a factor on the loss, and as what its value adds to the user's loss."""
+    ratios = []
+    values = []
+    for call in calls:
+        gradient = torch.ones_like(call.value) if call.gradient is None else call.gradient
+        values.append((gradient * call.value).sum())
+        weight = call.options.get("weight")
+        if gradient.ndim and weight is not None and not call.target.is_floating_point():
+            gradient = gradient * weight[call.target.clamp(min=0)]  # a mean over targets divides by their weights
+        ratios.append(gradient.sum())
+    numbers = torch.stack(ratios + values).tolist()
+    return numbers[: len(calls)], numbers[len(calls) :]
+
+
+def _laid_out(likelihood: Likelihood, call: LossCall, output: Tensor) -> Tensor | None:
+    """The targets of a call, laid out like the output that it was given; None: it was given something else."""
+    target = likelihood.classes_last(call.target) if call.target.is_floating_point() else call.target
+    y = likelihood.laid_out(target, output)
+    if y is None or call.is_whole:
+        return y
+    rows = likelihood.classes_last(call.input)
+    return y if rows.numel() == output.numel() and _equal(rows.reshape(output.shape), output) else None
+
+
+def _equal(input: Tensor, output: Tensor) -> bool:
+    return torch.equal(input.detach().to(output.dtype), output)
+
+
+def _rows_of_calls(
+    likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Callable[[], Tensor | None]
+) -> tuple[Tensor, Tensor] | None:
+    """Targets for all rows of the output, and which of them the calls were given, in their order; None: others."""
+    classes = output.shape[-1]
+    inputs = [likelihood.classes_last(call.input) for call in calls]
+    if any(input.shape[-1] != classes for input in inputs):
+        return None
+    rows = output.reshape(-1, classes)
+    mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    count = sum(input.numel() for input in inputs) // classes
+    if count != len(rows):
+        values = gradient()
+        if values is None:
+            return None
+        mask = (values.reshape(-1, classes) != 0).any(dim=1)
+    order = _order(inputs, rows[mask])
+    if order is None:
+        return None
+    hard = not calls[0].target.is_floating_point()
+    targets = torch.cat([call.target.flatten() if hard else call.target.reshape(-1, classes) for call in calls])
+    shape = output.shape[:-1] if hard else output.shape
+    y = targets.new_full((len(rows), *targets.shape[1:]), likelihood.ignore_index if hard else 0)
+    y[mask] = targets[order]
+    y = y.reshape(shape)
+    mask = mask.reshape(output.shape[:-1])
+    counted = likelihood.not_ignored(y)
+    return y, mask if counted is None or not hard else mask & counted
+
+
+def _order(inputs: Sequence[Tensor], rows: Tensor) -> Tensor | None:
+    """Which rows of some inputs, one after the other, the rows of an output are; None: these are others."""
+    classes = rows.shape[-1]
+    joined = torch.cat([input.reshape(-1, classes) for input in inputs])
+    if len(joined) != len(rows):
+        return None
+    order = torch.arange(len(rows), device=rows.device)
+    stacked = order.view(len(inputs), -1).T.flatten() if len(rows) % len(inputs) == 0 else order  # in dimension 1
+    for candidate in (order, stacked):
+        if _equal(joined[candidate], rows):
+            return candidate
     return None

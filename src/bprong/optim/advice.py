@@ -46,6 +46,19 @@ def not_called(model: nn.Module) -> str:
     )
 
 
+def not_seen(loss: str, functions: Collection[str]) -> str:
+    """What is said if the declared loss was not called; functions: the loss functions that were."""
+    if functions:
+        seen = f"of {', '.join(sorted(functions))}, of something other than what the model returns or of another kind"
+    else:
+        seen = "of no loss function of torch"
+    return (
+        f"the loss that was declared, {loss}, was not called with the output of the model; calls were seen {seen}. "
+        f"Declare the loss that you call, and call it with what the model returns, or name that with output=. If the "
+        f"loss is computed in another way, give its targets with optimizer.observe(x, y) before step()"
+    )
+
+
 def warn_of_fallback(parameters: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> None:
     """Warns if most of the numbers that are trained are not whitened, apart from layers that were warned about.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bprong.capture.batches import Batch
 from bprong.capture.coverage import fallback_reasons
 from bprong.capture.output import Head, Key
 from bprong.capture.passes import Batches
@@ -25,13 +26,12 @@ from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapp
 from bprong.contexts import Uninterrupted, without_autocast
 from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
-from bprong.likelihood.families import Gaussian
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import MAX_DIM, Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
-from bprong.optim.advice import check_model, not_called, warn_of_fallback, warn_of_untrained
+from bprong.optim.advice import check_model, not_called, not_seen, warn_of_fallback, warn_of_untrained
 from bprong.optim.auto.step import Automatic
 from bprong.optim.checkpoint import (
     KEY,
@@ -42,7 +42,6 @@ from bprong.optim.checkpoint import (
     with_entries,
     without_entries,
 )
-from bprong.optim.declared import DeclaredLoss
 from bprong.optim.fixed_rate import FixedRate
 from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
@@ -59,8 +58,8 @@ StepKind = Literal["natural", "spectral"]
 SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 SPECTRAL_MOMENTUM = 0.9
 MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
-MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
+MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 
 
 class BPRONG(Optimizer):
@@ -159,7 +158,7 @@ class BPRONG(Optimizer):
         self._options = Options.of(options)
         if loss is None and (self._whitens_backward or lr == "auto"):
             raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
-        self._loss = DeclaredLoss(declared_loss(loss))
+        self._loss = declared_loss(loss)
         given = [own for own in (forward_damping, backward_damping) if own is not None]
         if solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
@@ -171,14 +170,15 @@ class BPRONG(Optimizer):
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        self._head = Head(output, self._loss.loss.functions)
+        self._head = Head(output, self._loss.functions)
         self._rule = self._rule_of(lr == "auto", spectral, (forward_damping, backward_damping), max_step)
         self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every)
         self._batches = Batches(
-            model, self._loss.loss, self._head, self._whitening,
-            self._rule.reads_every_batch, self._rule.keeps_every_batch,
+            model, self._loss, self._head, self._whitening,
+            self._rule.reads_every_batch, self._rule.reruns(0),
         )  # fmt: skip
         self._refused = 0
+        self._loss_was_seen = False  # or what is to be said of it was said
         self._processes: int | None = None  # that made the steps so far
         self._started: float | None = None
         self._takes_all = params is None  # so that parameters without a group are worth a warning
@@ -209,11 +209,11 @@ class BPRONG(Optimizer):
         options = self._options
         direction = SpectralDirection(options.fallback(1.0), options.power) if spectral else None
         if automatic:
-            likelihood = self._loss.loss.likelihood
+            likelihood = self._loss.likelihood
             fixed = spectral or not all_usual
             return Automatic(
                 self._model, likelihood, options, damping, fixed, bound, self._head, direction, self._ranks,
-                self._loss.loss.sums, isinstance(likelihood, Gaussian),
+                self._loss.sums,
             )  # fmt: skip
         if direction is not None:
             return Spectral(GivenDamping(damping, few=all_usual), direction)
@@ -229,7 +229,7 @@ class BPRONG(Optimizer):
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._loss.loss, layers, schedule, self._head, self._ranks, self._options.sharded)
+        return Whitening(self._model, self._loss, layers, schedule, self._head, self._ranks, self._options.sharded)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""
@@ -265,11 +265,9 @@ class BPRONG(Optimizer):
         if self._observes:
             self._observed_step(gradients)
         elif self._plain_step(gradients):
-            whitening = self._whitening
-            whitening.schedule.t += 1
-            whitening.due = whitening.schedule.t == whitening.next_due
+            self._whitening.schedule.t += 1
             self._batches.observed.clear()  # given although nothing was due
-            self._listen()
+            self._wait()
         else:
             self._forget()
 
@@ -296,7 +294,12 @@ class BPRONG(Optimizer):
 
     def _observed_step(self, gradients: Gradients) -> None:
         """A step for which something is measured, or whose batches the rule needs."""
-        if not self._acceptable(gradients):
+        self._batches.stop_watching()
+        size = None
+        if self._rule.reads_every_batch and self._ranks.size == 1 and gradients.values:
+            size, factor = self._batches.scale.compare(gradients.values)
+            gradients = replace(gradients, factor=factor)
+        if not self._acceptable(gradients, size):
             if gradients.t == 0:
                 self._rule.prepare(gradients, self._whitening.layers)
                 for p in gradients.values:
@@ -314,7 +317,8 @@ class BPRONG(Optimizer):
         whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
             several = self._ranks.size > 1
-            if whitening.measures if several else gradients.batches or whitening.recorded:
+            measures = whitening.measures if several else whitening.due or whitening.unused or whitening.recorded
+            if measures:
                 whitening.refresh(gradients.batches, self._rule.damping, _take)
                 start = time.perf_counter()
             if gradients.t == 0:
@@ -324,7 +328,11 @@ class BPRONG(Optimizer):
             self._rule.step_(gradients, whitening.layers)
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
-        self._forget()
+        if measures:
+            self._forget()
+        else:
+            self._batches.forget()
+            self._wait()
 
     def _gradients(self) -> Gradients:
         groups: dict[Tensor, Group] = {}
@@ -357,12 +365,13 @@ class BPRONG(Optimizer):
         if self._ranks.size == 1:
             found = self._with_batches(gradients)
             return replace(found, any_batch=bool(found.batches))
-        if self._batches.scale.is_comparable is None and not self._sharded:
+        if self._rule.reads_every_batch and self._batches.scale.is_comparable is None and not self._sharded:
             # Whoever averages gradients by hand does so after the norms were noted, which then differ between ranks.
             sizes = self._ranks.table(1, lambda: [self._batches.scale.size()])
             self._batches.scale.is_comparable = torch.allclose(sizes, sizes[:1], rtol=ALIKE)
-        ranks = self._ranks if self._sharded else None
-        gradients = replace(gradients, factor=self._batches.scale.factor(gradients.values, ranks))
+        if self._rule.reads_every_batch:
+            ranks = self._ranks if self._sharded else None
+            gradients = replace(gradients, factor=self._batches.scale.factor(gradients.values, ranks))
         if not (self._whitening.measures or self._rule.communicates(gradients)):
             return replace(self._with_batches(gradients), any_batch=True)
         found = gradients
@@ -377,23 +386,39 @@ class BPRONG(Optimizer):
 
     def _with_batches(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches behind them, if these are needed for this step."""
-        seen = self._batches.seen()
+        batches = self._batches.seen()
         due = self._whitening.due and not self._whitening.recorded
-        if not seen and (self._rule.reads_every_batch or due):
+        reads = self._rule.reads_every_batch
+        if not batches and (reads or due):
             raise TypeError(self._batches.unread) if self._batches.unread else RuntimeError(not_called(self._model))
-        seen = [batch for batch in seen if batch.left is None or batch.left.output.numel()]  # without empty ones
-        if not seen:
-            return gradients
+        batches = [batch for batch in batches if batch.output is None or batch.output.numel()]  # without empty ones
+        if (due or reads) and not self._loss_was_seen:
+            self._check_loss(batches)
         several = self._ranks.size > 1
-        factor = gradients.factor if several else self._batches.scale.factor(gradients.values)
-        batches = self._loss.read(seen, factor or 1.0, alone=not several)
-        return replace(gradients, factor=factor, batches=batches)
+        if due or self._loss.sums:  # a mean of nothing is not finite
+            batches = [batch for batch in batches if batch.counts] or ([] if several else batches)
+        return replace(gradients, batches=batches)
 
-    def _acceptable(self, gradients: Gradients) -> bool:
+    def _check_loss(self, batches: Sequence[Batch]) -> None:
+        """If no call of the declared loss was seen: raises where its targets are needed, and otherwise warns, once."""
+        unknown = any(batch.targets is None and batch.output is not None for batch in batches)
+        reads = self._rule.reads_every_batch
+        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
+        expected = self._loss.functions if reads else self._loss.kind and not self._batches.observed
+        if unknown and expected:
+            message = not_seen(self._loss.name, self._batches.functions)
+            if reads:
+                raise RuntimeError(message)
+            warn(message)
+        self._loss_was_seen = True
+
+    def _acceptable(self, gradients: Gradients, size: float | None = None) -> bool:
+        """Whether gradients are finite and, at the first step, not all zero; size: the sum of their norms, if known."""
         values = list(gradients.values.values())
         if not values:
             return False
-        size = float(_size([local(g) for g in values] if self._sharded else values))
+        if size is None:
+            size = float(_size([local(g) for g in values] if self._sharded else values))
         if math.isfinite(summed(size, values) if self._sharded else size):
             self._refused = 0
             return gradients.t > 0 or summed(any(bool(local(g).any()) for g in values), values) > 0
@@ -423,6 +448,11 @@ class BPRONG(Optimizer):
         self._whitening.recorded.clear()
         self._attend()
 
+    def _wait(self) -> None:
+        """After a step that has measured nothing, so that the next one that does is known."""
+        self._whitening.due = self._whitening.schedule.t == self._whitening.next_due
+        self._listen()
+
     def _attend(self) -> None:
         """Finds out whether the next step will measure."""
         self._whitening.attend()
@@ -432,6 +462,8 @@ class BPRONG(Optimizer):
         """Observes the calls of the model until the next step, if that needs them."""
         whitening = self._whitening
         self._observes = whitening.due or bool(whitening.unused) or self._rule.reads_every_batch
+        if self._rule.reads_every_batch:
+            self._batches.keeps = self._rule.reruns(whitening.schedule.t)
         listener = self._batches.listener
         if listener.wanted != self._observes:
             listener.listen(self._observes)
@@ -531,6 +563,7 @@ _OWN = (
     "_form",
     "_head",
     "_loss",
+    "_loss_was_seen",
     "_model",
     "_observes",
     "_options",

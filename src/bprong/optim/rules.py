@@ -85,20 +85,22 @@ class StepRule(ABC):
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
     early_parts:        parts of the first period after which they are measured too, of which a half is 2
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
-    keeps_every_batch:  whether the rule may run the model again on the batches of a step
     checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
     """
 
     early_steps: tuple[int, ...] = ()
     early_parts: tuple[int, ...] = EARLY_PARTS
     reads_every_batch: bool = False
-    keeps_every_batch: bool = False
     checks: bool = False
 
     @property
     def kind(self) -> str:
         """What a state is refused by, if it is that of another rule."""
         return type(self).__name__
+
+    def reruns(self, t: int) -> bool:
+        """Whether the rule runs the model again on the batches of step t, as far as is known after the step before."""
+        return False
 
     def communicates(self, gradients: Gradients) -> bool:
         """Whether ranks exchange numbers of this step, apart from statistics."""

@@ -25,7 +25,6 @@ from bprong.capture.weights import WeightMatrix
 from bprong.contexts import without_autocast
 from bprong.distributed import ALONE, Ranks
 from bprong.errors import WhiteningError, warn
-from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.random_numbers import drawing
 from bprong.likelihood.targets import Targets
@@ -234,7 +233,6 @@ class Whitening:
         """The moments of calls that were recorded in the user's own pass."""
         recorded = {weight.name for weight in calls.recorded}
         centred = {name: centre for name, centre in self._centred().items() if name in recorded}
-        counted = nontrivial(batch.counted(self._likelihood))
         output = replace(output, class_dim=batch.class_dim)
         y = self._data_targets(batch)
         autocast = without_autocast(output.values.device.type)
@@ -243,7 +241,7 @@ class Whitening:
         if not type(self._likelihood).__module__.startswith("bprong."):  # a user's own draws from torch's generator
             numbers = random_numbers(self._model, seed)
         with self._timed("statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
-            return measure(centred, output, calls, y, counted=counted, **self._what_to_measure())
+            return measure(centred, output, calls, y, counted=batch.counted, **self._what_to_measure())
 
     def _measured(self, batches: Sequence[Batch], centred: Centred) -> dict[str, LayerMoments]:
         """The moments of these layers over all batches since the last step.
@@ -268,11 +266,11 @@ class Whitening:
         dtype = next(iter(self.layers.values())).weight.dtype
         everything = Subset(examples(batch.x), examples(batch.x))
         weights = {self.layers[name].linear.of(self._whole): centre for name, centre in centred.items()}
-        counted = nontrivial(batch.counted(self._likelihood))
         with torch.enable_grad():
             return record(
-                self._model, weights, copied(batch.x, everything, dtype), self._data_targets(batch), counted=counted,
-                class_dim=batch.class_dim, head=self.head, seed=self._seed(index), **self._what_to_measure(),
+                self._model, weights, copied(batch.x, everything, dtype), self._data_targets(batch),
+                counted=batch.counted, class_dim=batch.class_dim, head=self.head,
+                seed=self._seed(index), **self._what_to_measure(),
             )  # fmt: skip
 
     def _seed(self, index: int) -> int:
@@ -281,10 +279,9 @@ class Whitening:
 
     def _data_targets(self, batch: Batch) -> Tensor | None:
         """The targets of the data, if they are needed."""
-        if self.schedule.settings.fisher != "empirical":
+        if self.schedule.settings.fisher != "empirical" or batch.targets is None:
             return None
-        targets = batch.targets or batch.read(self._loss).targets
-        return None if targets is None else targets.y
+        return batch.targets.y
 
     def _what_to_measure(self) -> dict[str, Any]:
         schedule = self.schedule
@@ -303,8 +300,8 @@ class Whitening:
 
             def measure_output(returned: Any, y: Tensor | None = None) -> None:
                 if calls.recorded:
-                    targets = None if y is None else Targets(self._loss, y, self._likelihood.not_ignored(y))
-                    output = Output.of(self.head.find(returned, calls)[0])
+                    targets = None if y is None else Targets.observed(self._loss, y)
+                    output = Output.of(self.head.find(returned))
                     self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
                     calls.clear()
 

@@ -13,8 +13,11 @@ from torch import nn
 
 from automatic import auto
 from bprong import WhiteningWarning
-from bprong.capture.batches import Batch, OutputGradient, Subset
+from bprong.capture.batches import Batch, Subset
+from bprong.capture.output import Head
+from bprong.capture.passes import Batches
 from bprong.likelihood.loss import declared_loss
+from bprong.likelihood.targets import Targets
 from bprong.optim.auto import evaluation
 from bprong.optim.auto.evaluation import evaluate, evaluated_counts
 from bprong.optim.auto.settings import SETTINGS
@@ -57,10 +60,9 @@ def token_batch(count, length, ignored=0.0, flatten=False):
     loss = declared_loss(nn.CrossEntropyLoss())
     x, y = sequences(count, length)
     y[:, : int(ignored * length)] = -100
-    f = mlp(5, 3)(x).flatten(0, 1)
-    (G,) = torch.autograd.grad(F.cross_entropy(f, y.flatten()), f)
-    rows = (f.detach(), G) if flatten else (f.detach().view(count, length, 3), G.view(count, length, 3))
-    return Batch(x, OutputGradient(*rows), (y.flatten() if flatten else y,)).read(loss), loss.likelihood
+    f = mlp(5, 3)(x).detach()
+    output, y = (f.flatten(0, 1), y.flatten()) if flatten else (f, y)
+    return Batch(x, output, targets=Targets.observed(loss, y)), loss.likelihood
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -347,18 +349,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(kind, given):
-    """Targets are read off the gradient of the whole batch, or given with it. The loss is in nats per target."""
+def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(kind, observed):
+    """Targets come from the call of the loss, or are observed. The loss is in nats per target."""
     loss, y = KINDS[kind]
     nats = {"bits": 4.0, "numbers": 2.0}.get(kind, 1.0)  # torch divides by the number of elements, and has no ½
     model = mlp(5, 6, 4)
     x = torch.randn(100, 5, dtype=torch.float64)
-    f = model(x)
-    (G,) = torch.autograd.grad(loss(f, y), f)
     declared = declared_loss(loss)
-    batch = Batch(x, OutputGradient(f.detach(), G), (y,) if given else ()).read(declared)
+    kept = Batches(model, declared, Head(None, declared.functions))
+    f = model(x)
+    loss(f, y).backward()
+    (batch,) = kept.seen()
+    if observed:
+        batch = Batch(x, f.detach(), targets=Targets.observed(declared, y))
     direction = {p: torch.randn_like(p) for p in model.parameters()}
     found = evaluate(model, [batch], [direction], declared.likelihood, 0, everything=False, forward_mode=True)
     ignored = int((y == -100).sum())

@@ -19,7 +19,7 @@ from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.output import Head
 from bprong.distributed import Ranks
 from bprong.errors import WhiteningError
-from bprong.likelihood.families import Likelihood, nontrivial
+from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import finite
 from bprong.optim.auto.linearized import Linearized, curvature, linearized, output_of
 from bprong.optim.auto.settings import SETTINGS
@@ -103,20 +103,6 @@ def evaluate(
     return replace(_merged(parts), part=sum(counts) / total, examples=total)
 
 
-def declared_slope(
-    model: nn.Module, batches: Sequence[Batch], direction: Direction, seed: int, head: Head | None
-) -> float:
-    """The slope of the declared loss alone, as it acts at the outputs, along a direction; infinite if it is unknown."""
-    total = 0.0
-    for batch in batches:
-        if batch.x is None or batch.left is None:
-            return math.inf
-        x = copied(batch.x, Subset(1, 1), next(model.parameters()).dtype)
-        (along,) = linearized(model, x, [direction], seed, True, batch.class_dim, head).along
-        total += float((batch.left.gradient * along).sum())
-    return total
-
-
 def why_undivided(
     model: nn.Module, batches: Sequence[Batch], likelihood: Likelihood, head: Head | None, ranks: int = 1
 ) -> str | None:
@@ -151,8 +137,8 @@ def why_undivided(
 
 def _fits(batch: Batch, output: Tensor, subset: Subset) -> bool:
     """Whether this can be the output on a subset, as far as its shape is known."""
-    if batch.left is not None:
-        return output.shape == subset.rows(batch.left.output).shape
+    if batch.output is not None:
+        return output.shape == subset.rows(batch.output).shape
     return output.ndim > 0 and (batch.targets is None or len(output) == len(subset.rows(batch.targets.y)))
 
 
@@ -161,10 +147,11 @@ def _part(
     run: Callable[[], Tensor],
 ) -> Evaluation:  # fmt: skip
     """The quadratic model on some examples x of one batch; run: computes the output on them again."""
-    targets = None if batch.targets is None else batch.targets.select(subset.rows)
-    if targets is not None and batch.left is None:
+    is_known = batch.targets is not None and batch.targets.multiple != 0
+    targets = batch.targets.select(subset.rows) if is_known else None  # type: ignore[union-attr]
+    if targets is not None and batch.output is None:
         likelihood.check_targets(found.output, targets.y)
-    counted = nontrivial(None if targets is None else targets.counted)
+    counted = None if targets is None else targets.counted
     Q = curvature(model, found, likelihood, seed, counted).cpu()
     if not finite(Q):
         raise WhiteningError("the model's output, or its change along the step, is not finite on this batch")
@@ -177,7 +164,7 @@ def _part(
         Q.new_tensor(targets.slopes(found.output, found.along)),
         number,
         loss_now=lambda: targets.mean(run()),
-        weight=targets.multiple(),
+        weight=targets.multiple,
         refused=found.refused,
     )
 
@@ -258,9 +245,7 @@ def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everythin
 
 def _targets_of(batch: Batch, likelihood: Likelihood) -> int:
     """The number of targets that the loss counts; of examples, if the output is not known."""
-    if batch.left is None:
-        return examples(batch.x)
-    return _counted_targets(likelihood, batch.left.output, nontrivial(batch.counted(likelihood)))
+    return examples(batch.x) if batch.output is None else _counted_targets(likelihood, batch.output, batch.counted)
 
 
 def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | None) -> int:

@@ -95,7 +95,7 @@ class AutoRule(AutoState):
         keep = self.settings.keep
         self.slope_kept = keep * self.slope_kept + (1 - keep) * (self.slope_change - slope)
         self.slope_promised = keep * self.slope_promised - (1 - keep) * self.slope
-        if slope < 0 and not self.overshoots:  # the next batch would have gone further
+        if slope < 0:  # the next batch would have gone further
             fast = min(self.settings.raise_lambda * self.brake, self.brake_safe)
             self.brake = min(1.0, max(fast, self.settings.raise_lambda**0.25 * self.brake))
 
@@ -131,8 +131,7 @@ class AutoRule(AutoState):
         G, penalty = (np.asarray(products) for products in metric)
         self.slope = slopes["whitened"]
         b = np.array(list(slopes.values()))
-        b[0] *= self.trust
-        b[slice(None) if self.overshoots else 0] *= self.brake
+        b[0] *= self.trust * self.brake
         most = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
         c = self._allowed(minimiser(Q + penalty + self.lam * G, b, [most.get(name, math.inf) for name in slopes]), Q)
         if t >= self.evaluate_until:
@@ -204,22 +203,6 @@ class AutoRule(AutoState):
         """Whether the loss of the whole batch, which evaluations do not see at every step, is far above the first."""
         self.first_loss = loss if self.first_loss is None else self.first_loss
         return loss > self.settings.blow_up * max(self.first_loss, self.loss or 0.0) and self.first_loss > 0
-
-    def overshot(self, slope: float, targets: int) -> bool:
-        """Whether the last step raised the whole loss, of which F may see a part only.
-
-        slope: of the next batch's loss along that step. The mean of the slopes before and after a step is the change of
-        a quadratic loss; their noise is that of `targets` targets.
-        """
-        rise = (self.promised + slope) / 2
-        noise = 4 * math.sqrt(2 * self.length / targets)
-        return self.promised < 0 and rise > noise - self.settings.cautious * self.promised
-
-    def follow(self, slope: float) -> None:
-        """Where F does not see all of the loss: steps go as far as the last should have gone, by its two slopes."""
-        if self.overshoots and self.promised < 0:
-            best = -self.promised / max(slope - self.promised, 1e-300)
-            self.brake = min(1.0, self.brake * min(best, self.settings.raise_lambda))
 
     def undone(self, t: int) -> None:
         """After step t was undone: the next starts without momentum and goes less far, and more steps are evaluated."""

@@ -78,8 +78,7 @@ class AutoState:
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
     slope            ∇LᵀΔ at the last evaluation
     slope_change     the predicted change of this slope by the step that was made: (Qc)_Δ
-    promised         ∇Lᵀd of the last step d
-    overshoots       whether a step has raised the loss by a part of it that F does not see
+    promised         ∇Lᵀd of the last step d, in several processes
     curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
     ratio            of the actual to the predicted decrease; None: unknown
     evaluate_until   the step until which all are evaluated
@@ -103,7 +102,6 @@ class AutoState:
     slope: float = 0.0
     slope_change: float = 0.0
     promised: float = 0.0
-    overshoots: bool = False
     curvature_ratio: float = 1.0
     ratio: float | None = None
     evaluate_until: int = SETTINGS.evaluate_every

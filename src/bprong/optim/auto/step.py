@@ -17,7 +17,7 @@ from bprong.distributed import ALONE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
-from bprong.optim.auto.evaluation import Evaluation, declared_slope, evaluate, metrics, over_ranks, why_undivided
+from bprong.optim.auto.evaluation import Evaluation, evaluate, metrics, over_ranks, why_undivided
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
 from bprong.optim.directions import Direction, dot, norm
@@ -31,7 +31,6 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period, mixed
 from bprong.whitening.side import Side, SideName
 
-EARLY = 20  # steps: if several of these are undone, the loss may not be what was declared
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
 LAST_LR = "last_lr"  # and of the lr it was made at
 
@@ -45,7 +44,6 @@ class Automatic(StepRule):
 
     early_steps = SETTINGS.early_refreshes
     reads_every_batch = True
-    keeps_every_batch = True
 
     def __init__(
         self,
@@ -59,7 +57,6 @@ class Automatic(StepRule):
         spectral: SpectralDirection | None = None,
         ranks: Ranks = ALONE,
         sums: bool = False,
-        unchecked: bool = False,
     ) -> None:
         if options.fallback_rate is not None:
             raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
@@ -77,8 +74,6 @@ class Automatic(StepRule):
         self._fallback = options.fallback()
         self._spectral = spectral
         self._ranks = ranks
-        self._undone = 0
-        self._unchecked = unchecked  # only a call of the loss would show its targets
         self._sums = sums  # the loss is a sum, whose scale changes with the number of targets
         if spectral is not None:
             self.early_steps = ()
@@ -125,7 +120,9 @@ class Automatic(StepRule):
         self._warn_of_unused(gradients)
         evaluates = rule.evaluates(gradients.t)
         scale = rule.scale * (gradients.factor or 1.0)
-        values = {p: _penalised(p, g, groups[p], scale) for p, g in gradients.values.items()}
+        values = gradients.values
+        if scale != 1 or any(group["weight_decay"] for group in groups.values()):
+            values = {p: _penalised(p, g, groups[p], scale) for p, g in values.items()}
         if self.pending:
             rule.update_trust(dot(values, self.pending))
         lr = max(float(group["lr"]) for group in groups.values())
@@ -140,7 +137,8 @@ class Automatic(StepRule):
         c = rule.choose(gradients.t, slopes, found, metric, lr)
         _update_(directions, c, groups, gradients.states)
         self.moved = list(groups)
-        rule.promised = dot(values, {p: gradients.states[p][LAST] for p in self.moved})
+        if self._ranks.size > 1:
+            rule.promised = dot(values, {p: gradients.states[p][LAST] for p in self.moved})
         for layer in layers.values() if gradients.noted else ():
             if LAST in gradients.states.get(layer.weight, {}):
                 layer.step_norm = norm(gradients.states[layer.weight][LAST], layer.linear.own)
@@ -166,6 +164,9 @@ class Automatic(StepRule):
                 "cycle_momentum=False and max_lr=1"
             )
 
+    def reruns(self, t: int) -> bool:
+        return self.rule.evaluates(t)
+
     def communicates(self, gradients: Gradients) -> bool:
         """At evaluations, at steps that may have to be undone, and at all steps if the loss is a sum.
 
@@ -182,37 +183,20 @@ class Automatic(StepRule):
         """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
         if self._ranks.size > 1 and not self.communicates(gradients):
             return False
-        total, scale, batches, known, lefts, targets = self._ranks.sums(6, lambda: _totals(gradients.batches))
-        if not known or known < batches:
+        total, scale, batches, known, called = self._ranks.sums(5, lambda: _totals(gradients.batches))
+        if not scale or known < batches:
             return False
         scale /= self._ranks.size  # processes average their gradients
         self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
-        if lefts < known:
+        if called < known:
             return False
         loss = total / (scale * self._ranks.size)
-        overshot = bool(self.rule.promised) and self._overshot(gradients, scale, int(targets))
-        if not (self.rule.blew_up(loss) or overshot):
+        if not self.rule.blew_up(loss):
             return False
         if self.undo_(gradients):
             return True
         self.rule.first_loss = max(self.rule.first_loss or 0.0, loss)  # it is that high without an update
         return False
-
-    def _overshot(self, gradients: Gradients, scale: float, targets: int) -> bool:
-        """Whether the last step raised a part of the loss that F does not see, such as that of a second head."""
-        last = {p: gradients.states[p][LAST] for p in self.moved if p in gradients.values}
-        slope = dot(gradients.values, last) / (scale * (gradients.factor or 1.0))
-        overshot = self.rule.overshot(slope, targets)
-        if overshot and not self.rule.overshoots:
-            seed = self._seed(gradients, -2)
-            with whole(self._model) as parameters:
-                along = self._of(parameters, last)
-                own = self._ranks.sums(
-                    1, lambda: [declared_slope(self._model, gradients.batches, along, seed, self._head)]
-                )  # fmt: skip
-            self.rule.overshoots = own[0] / (scale * self._ranks.size) < slope / 2
-        self.rule.follow(slope)
-        return overshot and self.rule.overshoots
 
     def _seed(self, gradients: Gradients, purpose: int) -> int:
         """A seed that no other purpose and no other rank has at this step."""
@@ -224,14 +208,6 @@ class Automatic(StepRule):
         updates = {p: gradients.states[p][LAST] for p in self.moved}
         if not summed(any(bool(local(update).any()) for update in updates.values()), updates.values()):
             return False
-        self._undone += 1
-        seen = all(batch.given for batch in gradients.batches)
-        if self._unchecked and not seen and self._undone > 1 and gradients.t < EARLY:
-            self._warn(
-                "the loss rose sharply, and updates were undone. With squared errors that are declared by name or as a "
-                "function, a sum or a factor on the loss is not noticed: if your loss has one, declare the module that "
-                "you call, such as nn.MSELoss(reduction='sum')"
-            )
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}
@@ -251,8 +227,12 @@ class Automatic(StepRule):
             return {"whitened": self._spectral.steps(gradients, layers, relative)}
         values = gradients.values
         states = gradients.states
-        units = layers.units(relative)
-        whitened = {p: d * -units[p] for p, d in layers.steps(values, relative).items()}
+        whitened = layers.steps(values, relative)
+        if whitened and set(relative.values()) == {1.0}:
+            whitened = dict(zip(whitened, torch._foreach_neg(list(whitened.values())), strict=True))
+        else:
+            units = layers.units(relative)
+            whitened = {p: d * -units[p] for p, d in whitened.items()}
         others = {p: g for p, g in values.items() if p not in whitened}
         adam = self._fallback.directions(others, states, relative)
         last = {p: states[p][LAST] for p in values if LAST in states[p] and self.moved}
@@ -269,7 +249,7 @@ class Automatic(StepRule):
         if found.refused is not None and self.rule.forward_mode:
             self.rule.forward_mode = False
             self._warn(f"forward-mode AD is unavailable for this model; using finite differences: {found.refused}")
-        if found.loss is None and not self._likelihood.hint:
+        if found.loss is None and any(batch.targets is None for batch in gradients.batches):
             self._warn(
                 "the targets are not known, so damping will not adapt. Declare the loss module that you call, or call "
                 "optimizer.observe(x, y) before step()"
@@ -320,17 +300,11 @@ class Automatic(StepRule):
 
 
 def _totals(batches: Sequence[Batch]) -> list[float]:
-    """Of the batches of a rank: the loss, its scale, how many there are, of how many of them targets and outputs are
-    known, and the number of targets. The loss is a multiple of the mean −log p of a target, its scale."""
-    known = [(batch.targets, batch.left) for batch in batches if batch.targets is not None]
-    multiples = [targets.multiple() for targets, _ in known]
-    losses = [
-        multiple * targets.mean(left.output)
-        for multiple, (targets, left) in zip(multiples, known, strict=True)
-        if left is not None
-    ]
-    count = sum(len(targets.y) for targets, _ in known)
-    return [sum(losses), sum(multiples), len(batches), len(known), len(losses), count]
+    """Of the batches of a rank: the user's loss, what multiple of the mean −log p of a target it is, how many batches
+    there are, of how many the targets are known, and of how many the call of the loss was seen."""
+    known = [batch.targets for batch in batches if batch.targets is not None]
+    totals = [targets.total for targets in known if targets.total is not None]
+    return [sum(totals), sum(targets.multiple for targets in known), len(batches), len(known), len(totals)]
 
 
 def _penalised(parameter: Tensor, gradient: Tensor, group: Group, scale: float) -> Tensor:
