@@ -241,10 +241,9 @@ def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:
 
 
 def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
-    """Return rows (n, groups, features) as the rows that moments are taken of.
+    """(rows, groups, features) → the rows that moments are taken of: (rows · positions, size), or with `lead` between.
 
-    They are (n · positions, size), or (n · positions, lead, size) for a side in several blocks. Each position of a
-    convolution's kernel counts as a row where all positions share their channels' moments.
+    Each position of a convolution's kernel counts as a row where all positions share their channels' moments.
     """
     values = split(values.reshape(len(values), blocks.groups, -1), blocks).flatten(1, 2)
     values = values.movedim(-1, 1).flatten(0, 1)
@@ -252,7 +251,7 @@ def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
 
 
 def feature_means(mean: Tensor, blocks: Blocks) -> Tensor:
-    """Return a mean (size) or (lead, size) as the mean of every feature: (features,), or (groups, features)."""
+    """A mean (size) or (lead, size) as the mean of every feature: (features,), or (groups, features)."""
     means = mean.reshape(blocks.groups, -1, 1).expand(-1, -1, blocks.positions).flatten(1)
     means = means[:, : blocks.features]
     return means if blocks.groups > 1 else means.squeeze(0)

@@ -51,8 +51,9 @@ def whiten_(
         )
     _refuse_unfit(model, chosen)  # check everything before changing anything
     for name, module in chosen.items():
-        whitened = _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim, channels=channels)
-        model.set_submodule(name, whitened)
+        model.set_submodule(
+            name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim, channels=channels)
+        )
     return model
 
 

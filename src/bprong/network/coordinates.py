@@ -99,10 +99,10 @@ class Change:
 
 
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
-    """Apply a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
+    """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
     columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size, blocks.positions).permute(0, 2, 3, 1, 4)
-    mapped = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
-    return mapped.permute(0, 3, 1, 2, 4).reshape(W.shape)
+    moved = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
+    return moved.permute(0, 3, 1, 2, 4).reshape(W.shape)
 
 
 def on_outputs(apply: Map, W: Tensor, b: Tensor | None, blocks: Blocks) -> Pair:

@@ -49,7 +49,7 @@ class WhitenedLayer(nn.Module):
     def from_stock(
         cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM, channels: bool = False
     ) -> L:
-        """Return a whitened layer that computes the same function as `stock`, with copies of its parameters."""
+        """A whitened layer that computes the same function as `stock`, with copies of its parameters."""
         layer = cls.__new__(cls)
         WhitenedLayer.__init__(layer, stock, backward, max_dim, channels)
         return layer.train(stock.training)
