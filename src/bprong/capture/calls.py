@@ -68,7 +68,7 @@ class Call:
         return self.shape.numel() // self.shape[-1 if self.geometry is None else -1 - len(self.geometry.kernel)]
 
     def errors(self, delta: Tensor) -> Tensor:
-        """δ, with the entries of the output, as rows (rows, groups, out)."""
+        """Return δ, with the entries of the output, as rows (rows, groups, out)."""
         delta = (delta.values() if delta.is_nested else delta).reshape(self.shape)
         if self.geometry is not None:
             delta = delta.movedim(-1 - len(self.geometry.kernel), -1)
@@ -78,13 +78,13 @@ class Call:
         return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1, 1), 0)
 
     def add_errors(self, delta: Tensor, sums: Sums) -> None:
-        """Adds the rows of δ to the sums behind D."""
+        """Add the rows of δ to the sums behind D."""
         rows = self.errors(delta)
         for chunk in torch.split(rows, _rows_at_once(rows[0].numel())):
             sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
     def inputs(self) -> Iterator[tuple[slice, Tensor]]:
-        """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory: (which rows, chunk)."""
+        """Yield z in chunks that fit into memory, each with its rows: (rows, groups, in), or indices (rows,)."""
         blocks = self.weight.inputs
         if self.geometry is not None:
             chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
@@ -97,20 +97,20 @@ class Call:
             start += len(chunk)
 
     def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
-        """Adds the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
+        """Add the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
         if self.ignored is not None:
             counted = ~self.ignored if counted is None else counted & ~self.ignored
         expected = self.rows if counted is None else int(counted.sum())
         for rows, chunk in self.inputs():
-            own = chunk if counted is None else chunk[counted[rows]]
+            z = chunk if counted is None else chunk[counted[rows]]
             if self.weight.one_hot:
-                sums.count(own, self.weight.inputs.count)
-            elif len(own):
-                sums.add(block_rows(own, self.weight.inputs), expected)
+                sums.count(z, self.weight.inputs.count)
+            elif len(z):
+                sums.add(block_rows(z, self.weight.inputs), expected)
 
 
 def _rows_at_once(features: int) -> int:
-    """How many rows to sum at once: enough for products to be efficient, few enough to take little memory."""
+    """Return how many rows to sum at once: enough for products to be efficient, few enough to take little memory."""
     return max(FEWEST_ROWS, CHUNK // features)
 
 
@@ -140,7 +140,7 @@ class Calls(list[Call]):
         self.thread = threading.get_ident()
 
     def found_in(self, tensor: Any, one_hot: bool) -> list[tuple[WeightMatrix, int]]:
-        """The weights to record among the rows of a tensor, and the row of the tensor that each of them begins with.
+        """Return the weights to record among the rows of a tensor, and the row that each of them begins with.
 
         The tensor is a parameter or, where several weights are packed into one, a part of it.
         """
@@ -149,12 +149,13 @@ class Calls(list[Call]):
             sources = nodes_behind(tensor, lambda node: hasattr(node, "variable"), COMPUTATION)
             known = [own for node in sources for own, _ in self.weights.get(id(node.variable), ()) if own.computed]
             return [(own, 0) for own in known if own.weight.shape == tensor.shape]
-        found = [
-            (weight, (given.storage_offset() - tensor.storage_offset()) // tensor.stride(0), len(given))
-            for weight, given in self.weights.get(id(parameter), ())
-            if weight.one_hot is one_hot and given.stride() == tensor.stride() and given.shape[1:] == tensor.shape[1:]
-        ]
-        return [(weight, first) for weight, first, rows in found if 0 <= first <= len(tensor) - rows]
+        weights = []
+        for weight, view in self.weights.get(id(parameter), ()):
+            if weight.one_hot is one_hot and view.stride() == tensor.stride() and view.shape[1:] == tensor.shape[1:]:
+                first = (view.storage_offset() - tensor.storage_offset()) // tensor.stride(0)
+                if 0 <= first <= len(tensor) - len(view):
+                    weights.append((weight, first))
+        return weights
 
     def add(self, weight: WeightMatrix, z: Tensor, a: Tensor, **details: Any) -> None:
         """Record a call; not under vmap, where its rows cannot be seen.
@@ -185,9 +186,10 @@ class Calls(list[Call]):
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The tensor without what a user's subclass adds to its operations; nested and sharded tensors as they are."""
-    known = type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor)
-    return tensor if known else tensor.as_subclass(Tensor)
+    """Return a tensor without what a user's subclass adds to its operations; nested and sharded tensors unchanged."""
+    if type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
 
 
 class Replacements:
@@ -206,13 +208,16 @@ class Replacements:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Replace the attributes while the context is active."""
         with self._lock:
             self._active += 1
             if self._active == 1:
                 for place, name, stand_in in self._find():
-                    own = vars(place)  # an attribute that is not there is found by __getattr__, and must not stay there
-                    restore = (setattr, place, name, own[name]) if name in own else (delattr, place, name)
-                    self._stack.callback(*restore)
+                    attributes = vars(place)
+                    if name in attributes:
+                        self._stack.callback(setattr, place, name, attributes[name])
+                    else:  # __getattr__ finds it, and it must not stay there
+                        self._stack.callback(delattr, place, name)
                     setattr(place, name, stand_in)
         try:
             yield
@@ -254,7 +259,7 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
 
 
 def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """The function with its first arguments given, in a form that torch.compile can trace."""
+    """Return the function with its first arguments bound, in a form that torch.compile can trace."""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         return function(*first, *args, **kwargs)
@@ -263,7 +268,7 @@ def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What to replace: the place, the name and the stand-in of each of torch's functions that use a weight."""
+    """Yield the place, the name and the stand-in of each of torch's functions that is replaced."""
     # In eval mode without gradients attention is one fused function, which shows none of its projections.
     yield torch.backends.mha, "get_fastpath_enabled", lambda: False
     for place, name, stand_in, *details in FUNCTIONS:
@@ -274,7 +279,7 @@ _STAND_INS = Replacements(_stand_ins)
 
 
 def _active() -> list[Calls]:
-    """The contexts of this thread; none while torch.compile traces."""
+    """Return the contexts of this thread; none while torch.compile traces."""
     contexts = [] if torch.compiler.is_compiling() else list(_ACTIVE.values())
     return [calls for calls in contexts if calls.thread == threading.get_ident()]
 
@@ -294,27 +299,28 @@ def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any,
 
 
 def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) -> list[Any]:
-    """Those of the wanted operations that a value was computed by; the search ends after so many operations."""
+    """Return the wanted operations that a value was computed by; the search ends after `farthest` operations."""
     nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
-    found = []
+    matches = []
     for node in nodes:  # which grows meanwhile
         if wanted(node):
-            found.append(node)
+            matches.append(node)
         elif len(nodes) < farthest:
             nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-    return found
+    return matches
 
 
-def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
-    features = own.inputs.features
+def _linear(matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
+    """Return the columns of the output that belong to a weight; raise ValueError if its input does not fit."""
+    features = matrix.inputs.features
     if not isinstance(input, Tensor) or input.shape[-1:] != (features,):
-        given = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"a {type(input).__name__}"
-        raise ValueError(f"layer {own.name!r} takes rows of {features} features, not {given}")
-    return {"columns": slice(first, first + own.outputs.features)}
+        actual = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"a {type(input).__name__}"
+        raise ValueError(f"layer {matrix.name!r} takes rows of {features} features, not {actual}")
+    return {"columns": slice(first, first + matrix.outputs.features)}
 
 
 def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
+    """Record a product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
     W = args[-1] if args and not kwargs else None
     if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
         return function(*args, **kwargs)
@@ -325,20 +331,22 @@ _product = partial(_linear)
 
 
 def _convolution(
-    own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None,
+    matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
+    """Return the geometry of a convolution."""
     return {"geometry": Geometry.of(weight.shape[2:], stride, padding, dilation, groups)}
 
 
 def _embedding(
-    own: WeightMatrix, first: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+    matrix: WeightMatrix, first: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
 ) -> dict[str, Any]:
+    """Return which rows of an embedding are padding."""
     return {"ignored": None if padding_idx is None else (input == padding_idx % len(weight)).flatten()}
 
 
 def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
-    """A recurrent cell; if one of its weights is recorded, by its formula, so that both products can be seen."""
+    """Compute a recurrent cell; by its formula if one of its weights is recorded, so that both products can be seen."""
     if not any(id(weight) in calls.weights for calls in _active() if calls.formulas for weight in (w_ih, w_hh)):
         return fused(input, state, w_ih, w_hh, *biases)
     b_ih, b_hh = biases or (None, None)
@@ -354,12 +362,13 @@ def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any
 
 
 def _note_loss(calls: Calls, name: str, input: Any, target: Any, *_: Any, **__: Any) -> None:
+    """Keep the input and the target of a loss function that errors are propagated from."""
     if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
         calls.losses.append((name, input, target))
 
 
 def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
-    """A forward hook that records the calls of a whitened layer."""
+    """Record a call of a whitened layer: a forward hook."""
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 
 def _lstm(a: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the new state (h, c)."""
     i, f, g, o = (a + r).chunk(4, dim=-1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
 
 def _gru(a: Tensor, r: Tensor, h: Tensor) -> Tensor:
+    """Return the new state h."""
     (a_r, r_r), (a_z, r_z), (a_n, r_n) = zip(a.chunk(3, dim=-1), r.chunk(3, dim=-1), strict=True)
     n = (a_n + (a_r + r_r).sigmoid() * r_n).tanh()
     return n + (a_z + r_z).sigmoid() * (h - n)
