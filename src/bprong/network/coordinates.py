@@ -248,7 +248,7 @@ def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None = None) -
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    rates = {}
+    rates: dict[int, float] = {}
     for optimizer, _ in holders:
         for group in optimizer.param_groups:
             rates |= dict.fromkeys(map(id, group["params"]), float(group["lr"]))
