@@ -127,7 +127,9 @@ def _inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
     z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
     if isinstance(weight.module, WhitenedLinear):
         z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-    return z if weight.bias is None else torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
+    if weight.bias is None:
+        return z
+    return torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -161,12 +163,16 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
     largest = float(eigenvalues.max())
     nonzero = eigenvalues[eigenvalues > largest * n * max(torch.finfo(torch.float64).eps, eps**2)]
     norm2 = float(eigenvalues.square().sum())
+    distance_scaled = 1.0
+    if norm2 > 0:
+        distance_scaled = max(0.0, 1 - float(eigenvalues.sum()) ** 2 / (n * norm2)) ** 0.5
+    near_one = (eigenvalues >= 0.5) & (eigenvalues <= 2)
     return {
         "distance": float((eigenvalues - 1).norm()) / n**0.5,
-        "distance_scaled": max(0.0, 1 - float(eigenvalues.sum()) ** 2 / (n * norm2)) ** 0.5 if norm2 > 0 else 1.0,
+        "distance_scaled": distance_scaled,
         "condition": largest / float(nonzero.min()) if len(nonzero) else float("inf"),
         "rank": len(nonzero) / n,
-        "near_one": float(((eigenvalues >= 0.5) & (eigenvalues <= 2)).double().mean()),
+        "near_one": float(near_one.double().mean()),
         "off_block": off_block,
     }
 
@@ -174,8 +180,9 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
 def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[str, float]:
     """Return the `identity_measures` of a matrix whose diagonal blocks have these sizes."""
     layer = torch.arange(len(blocks), device=G.device).repeat_interleave(torch.tensor(blocks, device=G.device))
-    between = G[layer.unsqueeze(1) != layer].norm() / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
-    return identity_measures(torch.linalg.eigvalsh(G), float(between) ** 2, eps)
+    between = G[layer.unsqueeze(1) != layer].norm()
+    ratio = between / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
+    return identity_measures(torch.linalg.eigvalsh(G), float(ratio) ** 2, eps)
 
 
 @takes_loss
@@ -205,8 +212,11 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
 
 def block_eigenvalues(sides: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
     """Return the eigenvalues of Ğ: all products of an eigenvalue of E[z̄z̄ᵀ] and one of E[δδᵀ]."""
-    products = [torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D)).flatten() for Z, D in sides.values()]
-    return torch.cat(products).clamp(min=0)
+    eigenvalues = []
+    for Z, D in sides.values():
+        products = torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D))
+        eigenvalues.append(products.flatten())
+    return torch.cat(eigenvalues).clamp(min=0)
 
 
 def _distance_from_white(second: Tensor) -> float:

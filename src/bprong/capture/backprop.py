@@ -56,7 +56,7 @@ def _signs(root: Tensor) -> Tensor:
     zero on average, and random signs make them so.
     """
     bits = torch.randint(0, 2, root.shape[:1], device=root.device, generator=generator())
-    return (2 * bits - 1).to(root.dtype).view(-1, *(1 for _ in root.shape[1:]))
+    return (2 * bits - 1).to(root.dtype).view(-1, *[1] * (root.ndim - 1))
 
 
 def _normal(like: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
 def _placed(call: Call, targets: Tensor, reached: Tensor) -> Tensor:
     """Return a mask (rows,) of the rows at the place of a target that counts; reached: rows that errors came to."""
     examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
-    leading = call.shape[: -1 if call.geometry is None else -1 - len(call.geometry.kernel)]
+    leading = call.shape[: call.feature_dim]
     each = len(reached) // len(examples)
     layouts = [reached]
     if len(reached) == targets.numel():

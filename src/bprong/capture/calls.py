@@ -63,18 +63,22 @@ class Call:
         return self.geometry is None and len(self.shape) > 2
 
     @property
+    def feature_dim(self) -> int:
+        """The dimension of a that its features are in; the others are rows."""
+        return -1 if self.geometry is None else -1 - len(self.geometry.kernel)
+
+    @property
     def rows(self) -> int:
         """The number of its rows."""
-        return self.shape.numel() // self.shape[-1 if self.geometry is None else -1 - len(self.geometry.kernel)]
+        return self.shape.numel() // self.shape[self.feature_dim]
 
     def errors(self, delta: Tensor) -> Tensor:
         """Return δ, with the entries of the output, as rows (rows, groups, out)."""
-        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape)
-        if self.geometry is not None:
-            delta = delta.movedim(-1 - len(self.geometry.kernel), -1)
-        rows = delta[..., self.columns or slice(None)].reshape(
-            -1, self.weight.outputs.groups, self.weight.outputs.features
-        )
+        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape).movedim(self.feature_dim, -1)
+        if self.columns is not None:
+            delta = delta[..., self.columns]
+        outputs = self.weight.outputs
+        rows = delta.reshape(-1, outputs.groups, outputs.features)
         return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1, 1), 0)
 
     def add_errors(self, delta: Tensor, sums: Sums) -> None:

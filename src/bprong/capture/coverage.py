@@ -117,10 +117,9 @@ def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bo
     first = weights[0]
     times = f"{len(weights)} × " if len(weights) > 1 else ""
     cost = sum((Counter(weight.cost(backward)) for weight in weights), Counter())
-    return CoverageRow(
-        name, shape, treatment + _form(first, backward), "", f"{times}{first.inputs}",
-        f"{times}{first.outputs}" if backward else "", **cost,
-    )  # fmt: skip
+    inputs = f"{times}{first.inputs}"
+    outputs = f"{times}{first.outputs}" if backward else ""
+    return CoverageRow(name, shape, treatment + _form(first, backward), "", inputs, outputs, **cost)
 
 
 def _form(weight: WeightMatrix, backward: bool) -> str:
@@ -177,5 +176,7 @@ def _amount(value: int, unit: str) -> str:
     >>> _amount(0, "B"), _amount(999, "B"), _amount(2_460_000, "flop")
     ('', '999 B', '2.46 Mflop')
     """
+    if not value:
+        return ""
     power = min(4, (len(str(value)) - 1) // 3)
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}{unit}" if value else ""
+    return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}{unit}"

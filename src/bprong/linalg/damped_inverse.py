@@ -111,7 +111,10 @@ def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
     """Return whether an inverse in float32 has three digits, by its condition number: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
     smallest = float(epsilon.min())
     largest = float(torch.linalg.vector_norm(scaled))  # the Frobenius norm of all blocks bounds every eigenvalue
-    return smallest > 0 and (largest / smallest + 1) * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3
+    if not smallest > 0:  # written so that NaN is not safe
+        return False
+    condition = largest / smallest + 1
+    return bool(condition * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3)
 
 
 def inverses_of_equals(seconds: list[Tensor], dampings: Sequence[Damping], dtype: torch.dtype) -> list[Tensor]:

@@ -113,7 +113,8 @@ class _Stack:
         """Return (n, rows, columns), or a single matrix; each divided by its largest entry, to avoid overflow."""
         places = self.places
         M = matrices[places[0]] if len(places) == 1 else torch.stack([matrices[i] for i in places])
-        M = M / M.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
+        largest = M.abs().amax(dim=(-2, -1), keepdim=True)
+        M = M / largest.clamp(min=torch.finfo(M.dtype).tiny)
         return M.mT if self.is_tall else M
 
     def between(self, A: Tensor) -> Tensor:

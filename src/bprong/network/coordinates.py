@@ -84,7 +84,8 @@ class Change:
         T = self.T.times(W.new_ones(self.blocks.shape[:-1]).diag_embed())
         W_new, b_new = self._apply(T.square().matmul, W, b)
         if b_new is not None and self.s is not None:
-            W_new = W_new + self._outer(b_new, (T @ self.s.unsqueeze(-1)).squeeze(-1).square(), W)
+            shift = (T @ self.s.unsqueeze(-1)).squeeze(-1)
+            W_new = W_new + self._outer(b_new, shift.square(), W)
         return W_new, b_new
 
     def _apply(self, function: Map, W: Tensor, b: Tensor | None) -> Pair:

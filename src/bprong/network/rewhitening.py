@@ -112,24 +112,25 @@ class Rewhitening:
         self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
         self._carry = partial(carry_, self._holders)
-        self._damping = {
-            "forward": Damping.of(forward_damping),
-            "backward": Damping.of(0.03 if backward_damping is None else backward_damping),
-        }
+        backward_damping = 0.03 if backward_damping is None else backward_damping
+        self._damping = {"forward": Damping.of(forward_damping), "backward": Damping.of(backward_damping)}
         one_of("solver", solver, get_args(RootSolver))
-        self._layers = Layers(
-            Layer(weight_matrix_of(name, module), solver, backward=module.R is not None)
-            for name, module in self._modules.items()
-        )
+        layers = []
+        for name, module in self._modules.items():
+            layers.append(Layer(weight_matrix_of(name, module), solver, backward=module.R is not None))
+        self._layers = Layers(layers)
         self._mu = _mu_of(refresh, rate, average, self._layers)
         self._tracks: dict[Side, Track] = {}  # of the sides that are whitened continuously, once they have an anchor
         period = 5 if self._mu else 100
-        self._schedule = Schedule(Settings.checked(
+        settings = Settings.checked(
             forward=(period if forward_every is None else forward_every, forward_offset),
             backward=(period if backward_every is None else backward_every, backward_offset),
-            fisher="sampled" if fisher is None else fisher, average=average, record_every=record_every,
+            fisher="sampled" if fisher is None else fisher,
+            average=average,
+            record_every=record_every,
             seed=None if seed is None else integer("seed", seed, 0),
-        ), self._layers)  # fmt: skip
+        )
+        self._schedule = Schedule(settings, self._layers)
 
     def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
         """Do what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).
@@ -202,12 +203,13 @@ class Rewhitening:
         def measure() -> Mapping[str, LayerMoments]:
             if x is None:
                 raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
+            rank = self._ranks.rank
+            seed = mixed(schedule.seed, rank) if rank else schedule.seed
+            likelihood = self._likelihood if schedule.two_sided else None
+            counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(
-                self.model, weights, x, y, likelihood=self._likelihood if schedule.two_sided else None,
-                fisher=schedule.settings.fisher, rows=rows,
-                seed=mixed(schedule.seed, self._ranks.rank) if self._ranks.rank else schedule.seed,
-                inputs=schedule.measured("forward"), errors=schedule.measured("backward"),
-                counted=nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None,
+                self.model, weights, x, y, likelihood=likelihood, fisher=schedule.settings.fisher, rows=rows, seed=seed,
+                inputs=schedule.measured("forward"), errors=schedule.measured("backward"), counted=counted,
             )  # fmt: skip
 
         return measured_by_all(self._ranks, self._layers, schedule, centred, measure, self.model.parameters)
@@ -237,14 +239,12 @@ class Rewhitening:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next steps depend on: tensors and plain values only."""
-        return {
-            "schedule": self._schedule.state_dict(),
-            "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
-            "tracks": {
-                name: {side.name: asdict(self._tracks[side]) for side in layer.sides if side in self._tracks}
-                for name, layer in self._layers.items()
-            },
-        }
+        layers = {}
+        tracks = {}
+        for name, layer in self._layers.items():
+            layers[name] = layer.state_dict()
+            tracks[name] = {side.name: asdict(self._tracks[side]) for side in layer.sides if side in self._tracks}
+        return {"schedule": self._schedule.state_dict(), "layers": layers, "tracks": tracks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""

@@ -28,11 +28,13 @@ def dot(a: Direction, b: Direction, weights: Mapping[Tensor, float] | None = Non
     """
     parameters = [p for p in b if p in a]
     pairs = [(a[p], b[p]) for p in parameters]
-    slices = [(local(x), local(y)) for x, y in pairs] if pairs and is_sliced(pairs[0][0]) else pairs
+    is_sharded = bool(pairs) and is_sliced(pairs[0][0])
+    if is_sharded:
+        pairs = [(local(x), local(y)) for x, y in pairs]
     total = 0.0
-    for p, product in zip(parameters, products(slices), strict=True):
+    for p, product in zip(parameters, products(pairs), strict=True):
         total += product if weights is None else weights.get(p, 0.0) * product
-    return total if slices is pairs else summed(total, [pairs[0][0]])
+    return summed(total, a.values()) if is_sharded else total
 
 
 def products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:

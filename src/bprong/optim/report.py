@@ -60,7 +60,10 @@ class Report:
             lines.append("step: length of the weight's step at the last refresh")
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
         if self.rule:
-            numbers = [f"{RULE_NUMBERS.get(key, (key,))[0]} {_cell(value)}" for key, value in self.rule.items()]
+            numbers = []
+            for key, value in self.rule.items():
+                letter, *_ = RULE_NUMBERS.get(key, (key,))
+                numbers.append(f"{letter} {_cell(value)}")
             lines.append("step rule: " + ", ".join(numbers))
         lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
         times = ", ".join(f"{purpose} {fraction:.1%}" for purpose, fraction in self.time.items())
