@@ -212,16 +212,13 @@ class Replacements:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Replace the attributes while the context is active."""
         with self._lock:
             self._active += 1
             if self._active == 1:
                 for place, name, stand_in in self._find():
-                    attributes = vars(place)
-                    if name in attributes:
-                        self._stack.callback(setattr, place, name, attributes[name])
-                    else:  # __getattr__ finds it, and it must not stay there
-                        self._stack.callback(delattr, place, name)
+                    own = vars(place)  # an attribute that is not there is found by __getattr__, and must not stay there
+                    restore = (setattr, place, name, own[name]) if name in own else (delattr, place, name)
+                    self._stack.callback(*restore)
                     setattr(place, name, stand_in)
         try:
             yield
@@ -366,7 +363,6 @@ def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any
 
 
 def _note_loss(calls: Calls, name: str, input: Any, target: Any, *_: Any, **__: Any) -> None:
-    """Keep the input and the target of a loss function that errors are propagated from."""
     if isinstance(input, Tensor) and (input.requires_grad or not torch.is_grad_enabled()):
         calls.losses.append((name, input, target))
 
