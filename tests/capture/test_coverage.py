@@ -97,14 +97,13 @@ def test_treatments():
     found = {row.parameter: row for row in bprong.coverage(model, max_dim=16).rows}
     assert found["0.weight"].treatment == "two-sided"
     assert found["0.bias"].reason == "with its weight"
-    assert found["1.weight"].treatment == "two-sided, channel-only"
-    assert found["1.weight"].inputs == "8 channels"
+    assert found["1.weight"].treatment == "two-sided, in blocks"
+    assert found["1.weight"].inputs == "24 × 3 blocks"
     assert found["2.weight"].treatment == "frozen"
     assert found["3.weight_hh_l0"].treatment == "fallback: Adam"
     assert found["4.weight"].reason == "in BatchNorm1d"
     assert found["5.parametrizations.weight.original1"].treatment == "fallback: Adam"
     assert {row.treatment for row in bprong.coverage(model[:1], backward=False).rows} == {"forward only"}
-    assert bprong.coverage(model[:2], channels=True).rows[2].treatment == "two-sided, channel-only"
     assert bprong.coverage(nn.Linear(9, 2), max_dim=4).rows[0].treatment == "two-sided, diagonal"
     assert bprong.coverage(nn.Linear(8, 2), max_dim=6).rows[0].treatment == "two-sided, in blocks"
 

@@ -91,7 +91,7 @@ CHANGES = [
 OPTIONS = [
     {"fisher": "exact"}, {"fisher": "empirical"}, {"forward_every": 4}, {"forward_offset": 1}, {"backward_every": 4},
     {"backward_offset": 1}, {"refresh": "drift"}, {"average": 0.5}, {"record_every": 2}, {"seed": 5},
-    {"channels": True}, {"fallback_rate": 0.2}, {"fallback_betas": (0.5, 0.999)},
+    {"fallback_rate": 0.2}, {"fallback_betas": (0.5, 0.999)},
 ]  # fmt: skip
 
 
@@ -240,7 +240,6 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
         ({"options": {"fisher": "true"}}, "fisher must be one of"),
         ({"options": {"seed": "a"}}, "'seed'. must be a whole number"),
         ({"options": {"average": None}}, "average must be a finite number"),
-        ({"options": {"channels": "yes"}}, "'channels'. must be one of"),
         ({"options": {"refresh": "often"}}, r"refresh'\] must be one of \(None, 'periodic', 'drift'\), not 'often'"),
         ({"options": {"refresh": "continuous"}}, "must be one of .*'drift'"),
         ({"options": {"fallback_rate": -1}}, "'fallback_rate'. must be a finite number of at least 0"),

@@ -123,7 +123,7 @@ class WeightMatrix:
         kept = torch.promote_types(self.weight.dtype, torch.float32).itemsize
         features = self.inputs.groups * self.inputs.features
         centred = self.bias is not None and self.bias.requires_grad
-        centre = features // self.inputs.positions * torch.float64.itemsize + features * kept if centred else 0
+        centre = features * (torch.float64.itemsize + kept) if centred else 0
         return {
             "memory": sum(side.entries for side in sides) * (torch.float64.itemsize + kept) + centre,
             "refresh": sum(2 * side.entries * side.size for side in sides),  # Cholesky d³/3, its inverse 2d³/3; twice
@@ -198,7 +198,7 @@ def _linear(
 
 
 def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
-    inputs = limits.blocks(module.groups * W.shape[1:].numel(), module.groups, W.shape[2:].numel())
+    inputs = limits.blocks(module.groups * W.shape[1:].numel(), module.groups)
     yield WeightMatrix("", W, b, inputs, limits.blocks(len(W), module.groups))
 
 

@@ -89,13 +89,13 @@ class Dense(Factor):
 
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         blocks = self.blocks
-        if blocks.size > 1 and blocks.count == 1 and blocks.positions == 1:
+        if blocks.size > 1 and blocks.count == 1:
             return M @ self.inverse
         parts = split(M.reshape(blocks.groups, -1, blocks.features), blocks)
         inverse = self.inverse.view(blocks.groups, blocks.count, blocks.size, blocks.size)
         if blocks.size == 1:
-            return (parts * inverse.unsqueeze(1)).reshape(M.shape)
-        return joined(torch.einsum("goibt,gibc->goict", parts, inverse), blocks).reshape(M.shape)
+            return (parts * inverse.squeeze(-1).unsqueeze(1)).reshape(M.shape)
+        return joined(torch.einsum("goib,gibc->goic", parts, inverse), blocks).reshape(M.shape)
 
     @cached_property
     def root(self) -> Dense:
@@ -216,7 +216,7 @@ def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | Non
 
 def is_single_block(factor: Factor) -> bool:
     """Whether a factor is one dense matrix, so that it can be stacked with others."""
-    return isinstance(factor, Dense) and not factor.blocks.lead and factor.blocks.positions == 1
+    return isinstance(factor, Dense) and not factor.blocks.lead
 
 
 def stacked(factors: Sequence[Factor | None]) -> Factor | None:

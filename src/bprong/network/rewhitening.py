@@ -273,7 +273,7 @@ def _mu_of(refresh: RefreshMode, rate: float | None, average: float, layers: Lay
     if average:
         raise ValueError(f'refresh="continuous" averages by its rate: leave average at 0, not {average:g}')
     for name, side in ((layer.name, side) for layer in layers.values() for side in layer.sides):
-        if side.blocks.lead or side.blocks.positions > 1:
+        if side.blocks.lead:
             raise ValueError(
                 f"layer {name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one block can "
                 f'be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'

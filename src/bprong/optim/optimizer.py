@@ -98,7 +98,7 @@ class BPRONG(Optimizer):
                       steps
     solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
-    max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
+    max_dim           sides with more features than this are whitened in blocks
     output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, an
                       index, or a function of what it returns, which may give several tensors of one shape. By default
                       the logits or the first tensor; a loss that the model computes itself is recognised
@@ -224,7 +224,7 @@ class BPRONG(Optimizer):
     def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
         rule = self._rule
         settings = self._options.settings(every, self._whitens_backward, rule.early_steps, rule.early_parts)
-        self._form = (solver, Limits(max_dim, self._options.channels))
+        self._form = (solver, Limits(max_dim))
         layers = self._layers()
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")

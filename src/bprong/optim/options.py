@@ -30,7 +30,6 @@ class Options:
     average           the factor on the weight of past statistics at each measurement (exponential decay); 0: no average
     record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     seed              of sampled targets; by default torch's initial seed
-    channels          whiten the inputs of convolutions over their channels alone, whatever their size
     sharded           in several processes: each keeps the factors of some layers and computes their steps, which are
                       then exchanged. It saves memory and work, and costs an exchange at each step. state_dict() must
                       then be called by all processes
@@ -52,7 +51,6 @@ class Options:
     average: float = 0.9
     record_every: int | None = None
     seed: int | None = None
-    channels: bool = False
     sharded: bool = False
     nesterov: bool | None = None
     power: Power = "half"
@@ -63,7 +61,6 @@ class Options:
         if self.seed is not None:
             integer("options['seed']", self.seed, 0)
         one_of("options['refresh']", self.refresh, (None, *get_args(Mode)))
-        one_of("options['channels']", self.channels, (False, True))
         one_of("options['sharded']", self.sharded, (False, True))
         one_of("options['nesterov']", self.nesterov, (None, False, True))
         one_of("options['power']", self.power, get_args(Power))

@@ -131,7 +131,7 @@ class Side:
 
     def _tries_low_rank(self, damping: Damping) -> bool:
         """Low rank is for one block that is damped alike in all directions, and wide unless the user asked for it."""
-        if self.blocks.lead or self.blocks.positions > 1 or damping.relative_to == "variance":
+        if self.blocks.lead or damping.relative_to == "variance":
             return False
         wide = self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM
         return self.solver == "low-rank" or (wide and self.backoff.tries())
