@@ -325,7 +325,7 @@ class Whitening:
         if wrong := [name for name in missed if self.layers[name].linear.registered]:
             raise ValueError(
                 f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "
-                f"the layers that they were said to be like. See transposed=, stacked= and computed= of bprong.register"
+                f"the layers that they were said to be like. See transposed= and stacked= of bprong.register"
             )
         for name in [*missed, *(name for name, found in first.items() if found.unexplained)]:
             self.demote(name)
