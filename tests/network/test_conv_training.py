@@ -9,8 +9,10 @@ import torch.nn.functional as F
 import bprong
 from bprong.likelihood.families import Categorical
 from bprong.network.layers import WhitenedLayer
+from bprong.optim import Periods
 from convolutions import FORMS, batch, f64, moved, net, rows, sides
 from helpers import assert_close
+from training import EXACT
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -139,12 +141,13 @@ def test_the_optimizer_follows_the_same_path_as_the_paper_network(form, momentum
     plain = net()
     model = bprong.whiten_(copy.deepcopy(plain), **FORMS[form])
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    schedule = {"forward_every": 6, "forward_offset": 0, "backward_every": 6, "backward_offset": 3, "fisher": "exact"}
+    schedule = {"forward_every": 6, "forward_offset": 0, "backward_every": 6, "backward_offset": 3}
     damping = {"forward_damping": 0.5, "backward_damping": 0.5}
-    rewhitening = bprong.Rewhitening(model, sgd, "cross_entropy", solver="cholesky", **schedule, **damping)
-    arguments = damping | {"max_dim": FORMS[form].get("max_dim", 4096)}
-    options = schedule | {"average": 0.0}
-    optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.01, momentum=momentum, options=options, **arguments)
+    rewhitening = bprong.Rewhitening(
+        model, sgd, "cross_entropy", solver="cholesky", fisher="exact", **schedule, **damping
+    )
+    arguments = damping | {"every": Periods(**schedule), "options": EXACT, "max_dim": FORMS[form].get("max_dim", 4096)}
+    optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.01, momentum=momentum, **arguments)
     with torch.no_grad():  # so that this call is not taken for a batch of training
         start = plain(x)
     for t in range(40):

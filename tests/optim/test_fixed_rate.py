@@ -10,6 +10,7 @@ from torch import nn
 
 import bprong
 from bprong.errors import WhiteningWarning
+from bprong.optim import Periods
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, literal, train
 
@@ -30,7 +31,7 @@ def test_weight_and_bias_in_groups_of_their_own(lr_bias, frozen):
     rewhitening = bprong.Rewhitening(whitened, sgd, "cross_entropy", fisher="exact", **damping, **schedule)
     params = [{"params": [plain[0].weight]}, {"params": [plain[0].bias], "lr": lr_bias}]
     optimizer = literal(
-        plain, "cross_entropy", lr=0.1, momentum=0.8, params=params, **damping, options=EXACT | schedule
+        plain, "cross_entropy", lr=0.1, momentum=0.8, params=params, **damping, every=Periods(**schedule), options=EXACT
     )
     for xb, yb in batches(x, y, 20, 30):
         rewhitening.step(xb)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bprong
 from bprong.errors import WhiteningWarning
+from bprong.optim import Periods
 from bprong.whitening.layer import PATIENCE
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches, default_backend, literal, path, train
@@ -53,7 +54,8 @@ def test_the_papers_network(kind, momentum, nesterov):
         lr=lr,
         momentum=momentum,
         max_step=None,
-        options=options | schedule | {"nesterov": nesterov},
+        every=Periods(**schedule),
+        options=options | {"nesterov": nesterov},
         **damping,
     )
     for xb, yb in batches(x, y, 20, 200):

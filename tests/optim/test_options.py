@@ -13,7 +13,7 @@ from torch import nn
 import bprong
 from bprong import WhiteningWarning
 from bprong.linalg.factors import LowRank
-from bprong.optim import Options
+from bprong.optim import Options, Periods
 from bprong.whitening.side import LOW_RANK_ERROR
 from helpers import classification, mlp, snapshot
 from layered import data, make
@@ -24,7 +24,7 @@ from training import batches, train
 
 
 def test_options_can_be_a_mapping_or_a_dataclass():
-    given = {"fisher": "exact", "average": 0.5, "backward_every": 4}
+    given = {"fisher": "exact", "average": 0.5, "refresh": "drift"}
     ends = []
     for options in (given, Options(**given)):
         torch.manual_seed(0)
@@ -86,11 +86,13 @@ def test_every_argument_is_documented():
 CHANGES = [
     {"lr": 0.06}, {"loss": "mse"}, {"momentum": 0.5},
     {"weight_decay": 0.1}, {"forward_damping": 0.1}, {"backward_damping": 0.1}, {"every": 4}, {"max_step": 0.01},
+    {"every": Periods(4, backward_every=3)}, {"every": Periods(3, forward_offset=1)},
+    {"every": Periods(3, backward_every=4)}, {"every": Periods(3, backward_offset=1)},
+    {"every": Periods(3, record_every=2)},
     {"max_dim": 3}, {"solver": "low-rank"},
 ]  # fmt: skip
 OPTIONS = [
-    {"fisher": "exact"}, {"fisher": "empirical"}, {"forward_every": 4}, {"forward_offset": 1}, {"backward_every": 4},
-    {"backward_offset": 1}, {"refresh": "drift"}, {"average": 0.5}, {"record_every": 2}, {"seed": 5},
+    {"fisher": "exact"}, {"fisher": "empirical"}, {"refresh": "drift"}, {"average": 0.5}, {"seed": 5},
     {"fallback_rate": 0.2}, {"fallback_betas": (0.5, 0.999)},
 ]  # fmt: skip
 
@@ -194,22 +196,16 @@ def test_low_rank_factors_resume_bit_for_bit():
             {"every": 10, "options": {"overhead": 0.2}},
             "overhead would have no effect: a period is given",
         ),
-        (bprong.BPRONG, {"options": {"overhead": 0.2, "backward_every": 10}}, "overhead would have no effect"),
         (
             bprong.BPRONG,
-            {"every": 5, "options": {"forward_every": 5, "backward_every": 5}},
-            "every would have no effect: forward_every and backward_every are given",
+            {"every": Periods(4, record_every=2), "options": {"refresh": "drift"}},
+            'record_every would have no effect: it needs refresh="per',
         ),
-        (bprong.BPRONG, {"options": {"forward_offset": 2}}, "forward_offset would have no effect: no period is given"),
-        (bprong.BPRONG, {"options": {"backward_offset": 2}}, "backward_offset would have no effect"),
-        (bprong.BPRONG, {"options": {"record_every": 2}}, 'record_every would have no effect: it needs refresh="per'),
-        (bprong.BPRONG, {"every": 4, "options": {"record_every": 2, "refresh": "drift"}}, "record_every would have no"),
         (
             bprong.PRONG,
-            {"options": {"backward_every": 2}},
+            {"every": Periods(4, backward_every=2)},
             "backward_every would have no effect: PRONG whitens forward",
         ),
-        (bprong.PRONG, {"every": 4, "options": {"backward_offset": 2}}, "backward_offset would have no effect"),
         (bprong.PRONG, {"options": {"fisher": "exact"}}, "fisher would have no effect: PRONG measures no errors"),
         (bprong.BPRONG, {"lr": "auto", "options": {"fallback_rate": 0.2}}, "leave out fallback_rate"),
         (bprong.BPRONG, {"lr": "auto", "momentum": 0.9}, "leave out momentum=0.9"),
@@ -230,12 +226,14 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
         ({"momentum": 1}, "less than 1, not 1"),
         ({"weight_decay": float("nan")}, "weight_decay must be"),
         ({"every": 0}, "^every must be a whole number of at least 1, not 0"),
+        ({"every": Periods(0)}, "^forward_every must be a whole number of at least 1, not 0"),
+        ({"every": Periods(3, backward_offset=3)}, "backward_offset must lie in 0 … backward_every − 1 = 2, not 3"),
         ({"loss": "softmax"}, "loss cannot be 'softmax'. Give the loss that you minimise: nn.CrossEntropyLoss"),
         ({"max_step": 0}, "max_step must be a finite number above 0, not 0"),
         ({"max_step": "large"}, "max_step must be a number above 0, \"auto\" or None, not 'large'"),
         ({"max_dim": 0}, "max_dim must be a whole number of at least 1, not 0"),
         ({"solver": "svd"}, r"solver must be one of \('auto', 'exact', 'low-rank'\), not 'svd'"),
-        ({"options": {"fischer": "exact"}}, "options has no 'fischer'; it takes fisher, forward_every"),
+        ({"options": {"fischer": "exact"}}, "options has no 'fischer'; it takes fisher, refresh"),
         ({"options": {"max_dim": 5, "rate": 0.1}}, "options has no 'max_dim', 'rate'"),
         ({"options": {"fisher": "true"}}, "fisher must be one of"),
         ({"options": {"seed": "a"}}, "'seed'. must be a whole number"),

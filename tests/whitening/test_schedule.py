@@ -11,6 +11,7 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.factors import Dense
+from bprong.optim import Periods
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import (
@@ -261,7 +262,7 @@ def test_a_side_that_drifts_is_refreshed():
 
 def test_sides_with_offsets_of_their_own_are_all_refreshed():
     """The errors' side is first due after drift has given the inputs' side its interval."""
-    _, optimizer = drifted(20, options=DRIFT | {"backward_offset": 1})
+    _, optimizer = drifted(20, every=Periods(2, backward_offset=1))
     assert all(side.interval is not None for side in sides_of(optimizer))
     assert all(side.refreshed_at % 2 == (0 if side.of_inputs else 1) for side in sides_of(optimizer))
 

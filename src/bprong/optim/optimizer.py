@@ -52,7 +52,7 @@ from bprong.sharding import is_sharded, local, reshard, summed
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
-from bprong.whitening.schedule import Schedule
+from bprong.whitening.schedule import Periods, Schedule
 from bprong.whitening.side import SIDES, Side, SideName, Solver
 
 StepKind = Literal["natural", "spectral"]
@@ -90,7 +90,8 @@ class BPRONG(Optimizer):
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
                       defaults. lr="auto" chooses them along with the step unless they are given
-    every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time
+    every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time.
+                      `bprong.optim.Periods` has a period for each side
     max_step          a bound on the length √(dᵀFd) of each step d of the whitened parameters, momentum included; Adam's
                       learning rate for other parameters is then at most 0.01. "auto": 0.1 for BPRONG's natural steps
                       at a fixed lr, which makes them safe at any lr; the default damping is then raised where few
@@ -140,7 +141,7 @@ class BPRONG(Optimizer):
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         backward_damping: float | Damping | None = None,
-        every: int | None = None,
+        every: int | Periods | None = None,
         max_step: float | Literal["auto"] | None = "auto",
         solver: Solver = "auto",
         max_dim: int = MAX_DIM,
@@ -221,7 +222,7 @@ class BPRONG(Optimizer):
         usual_damping = GivenDamping(damping, few=all_usual and bound is not None)
         return FixedRate(usual_damping, bound, options.fallback(0.1), limit)
 
-    def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
+    def _whitening_of(self, solver: Solver, max_dim: int, every: int | Periods | None) -> Whitening:
         rule = self._rule
         settings = self._options.settings(every, self._whitens_backward, rule.early_steps, rule.early_parts)
         self._form = (solver, Limits(max_dim))

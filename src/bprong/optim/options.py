@@ -10,7 +10,7 @@ from bprong.capture.backprop import Fisher
 from bprong.checks import integer, number, one_of
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import Power
-from bprong.whitening.schedule import Mode, Settings
+from bprong.whitening.schedule import Mode, Periods, Settings
 
 OVERHEAD = 0.1  # of run time, where no period is given
 
@@ -22,13 +22,10 @@ class Options:
     fisher            targets behind D: "sampled" from the model, "exact" (no sampling, one backward pass for each
                       output of a target) or "empirical" (the data's: from `observe(x, y)` or, for classes and bits,
                       recovered from the gradient at the model's output)
-    forward_every, forward_offset, backward_every, backward_offset
-                      the paper's τ₁, c₁, τ₂, c₂; by default both sides are refreshed together, every `every` steps
     refresh           "periodic": refresh every side at its period. "drift": at each period measure the sides that have
                       been drifting, and refresh those that have drifted. Default: "drift", unless a period is given
     overhead          the share of run time to spend on statistics and factorisations if no period is given; None: 0.1
     average           the factor on the weight of past statistics at each measurement (exponential decay); 0: no average
-    record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     seed              of sampled targets; by default torch's initial seed
     sharded           in several processes: each keeps the factors of some layers and computes their steps, which are
                       then exchanged. It saves memory and work, and costs an exchange at each step. state_dict() must
@@ -42,14 +39,9 @@ class Options:
     """
 
     fisher: Fisher = "sampled"
-    forward_every: int | None = None
-    forward_offset: int | None = None
-    backward_every: int | None = None
-    backward_offset: int | None = None
     refresh: Mode | None = None
     overhead: float | None = None
     average: float = 0.9
-    record_every: int | None = None
     seed: int | None = None
     sharded: bool = False
     nesterov: bool | None = None
@@ -91,33 +83,25 @@ class Options:
         return Fallback(usual if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
 
     def settings(
-        self, every: int | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
+        self, every: int | Periods | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
     ) -> Settings:
         """The settings of the schedule; refuses options that have no effect in the mode they choose."""
-        every = None if every is None else integer("every", every, 1)
-        forward_every = every if self.forward_every is None else self.forward_every
-        backward_every = every if self.backward_every is None else self.backward_every
-        periodic = forward_every is not None or backward_every is not None
-        refresh = self.refresh or ("periodic" if periodic else "drift")
+        periods = every if isinstance(every, Periods) else Periods(1 if every is None else integer("every", every, 1))
+        refresh = self.refresh or ("drift" if every is None else "periodic")
         overhead = self.overhead
-        _refuse(overhead is not None and periodic, "overhead", "a period is given; leave one of them out")
-        _refuse(
-            every is not None and self.forward_every is not None and self.backward_every is not None,
-            "every", "forward_every and backward_every are given",
-        )  # fmt: skip
+        _refuse(overhead is not None and every is not None, "overhead", "a period is given; leave one of them out")
         if not backward:
-            for name in ("backward_every", "backward_offset"):
-                _refuse(getattr(self, name) is not None, name, "PRONG whitens forward only")
+            _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
-        for name in ("forward_offset", "backward_offset"):
-            _refuse(getattr(self, name) is not None and not periodic, name, "no period is given; give every")
-        _refuse(self.record_every is not None and refresh == "drift", "record_every", 'it needs refresh="periodic"')
-        common = next((given for given in (every, forward_every, backward_every) if given is not None), 1)
-        share = None if periodic else number("overhead", OVERHEAD if overhead is None else overhead, 0.001, 1)
+        _refuse(periods.record_every is not None and refresh == "drift", "record_every", 'it needs refresh="periodic"')
+        backward_every = periods.forward_every if periods.backward_every is None else periods.backward_every
+        share = None
+        if every is None:
+            share = number("overhead", OVERHEAD if overhead is None else overhead, 0.001, 1)
         return Settings.checked(
-            forward=(common if forward_every is None else forward_every, self.forward_offset or 0),
-            backward=(common if backward_every is None else backward_every, self.backward_offset or 0),
-            fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
+            forward=(periods.forward_every, periods.forward_offset),
+            backward=(backward_every, periods.backward_offset if backward else 0),
+            fisher=self.fisher, average=self.average, record_every=periods.record_every, seed=self.seed,
             refresh=refresh, overhead=share, early_steps=early_steps, early_parts=early_parts,
         )  # fmt: skip
 

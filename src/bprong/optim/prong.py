@@ -15,6 +15,7 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.optim.optimizer import BPRONG, StepKind
 from bprong.optim.options import Options
 from bprong.optim.rules import Group
+from bprong.whitening.schedule import Periods
 from bprong.whitening.side import SideName, Solver
 
 
@@ -40,7 +41,7 @@ class PRONG(BPRONG):
         momentum: float | None = None,
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
-        every: int | None = None,
+        every: int | Periods | None = None,
         max_step: float | Literal["auto"] | None = "auto",
         solver: Solver = "auto",
         max_dim: int = MAX_DIM,
