@@ -36,9 +36,9 @@ from bprong.optim.auto.step import Automatic
 from bprong.optim.checkpoint import (
     KEY,
     check_demoted,
-    checked,
     exchanged_layers,
     packed,
+    unpacked,
     with_entries,
     without_entries,
 )
@@ -487,11 +487,12 @@ class BPRONG(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
         parameters = self._parameters
-        rule = {"type": self._rule.kind} | self._rule.state_dict(parameters)
         layers = self._all_layers()
-        entries = packed(parameters, layers, self._whitening.state_dict(), rule, type(self).__name__)
-        if self._whitening.layers.sharding is not None:
-            entries = exchanged_layers(entries, parameters, layers, self._whitening.layers.sharding)
+        whitening = self._whitening
+        rule = self._rule.state_dict(parameters)
+        entries = packed(parameters, layers, whitening.demoted, whitening.schedule.state_dict(), rule, self._kinds)
+        if whitening.layers.sharding is not None:
+            entries = exchanged_layers(entries, parameters, layers, whitening.layers.sharding)
         return with_entries(super().state_dict(), entries)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -499,7 +500,7 @@ class BPRONG(Optimizer):
         parameters = self._parameters
         layers = self._all_layers()
         entries, others = without_entries(state_dict)
-        whitening, rule = checked(parameters, layers, entries, type(self).__name__, self._rule.kind)
+        whitening, rule = unpacked(parameters, layers, entries, self._kinds)
         self._whitening.check_state(whitening)
         check_demoted(parameters, layers, whitening["demoted"], others)
         super().load_state_dict(others)
@@ -507,6 +508,11 @@ class BPRONG(Optimizer):
         self._whitening.load_state_dict(whitening)
         self._processes = None  # a checkpoint may have been made by another number of processes
         self._forget()
+
+    @property
+    def _kinds(self) -> tuple[str, str]:
+        """What a state is refused by, if it is that of another optimizer."""
+        return type(self).__name__, self._rule.kind
 
     def _all_layers(self) -> list[Layer]:
         """All layers that could be whitened: those that are, and those that were left to the fallback rule."""
