@@ -72,23 +72,14 @@ class Sharding:
 
     def collected(self, values: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
         """The values of the parameters that this rank owns, whole."""
-        if any(map(is_sliced, values.values())):
-            return _slices_to_owners(self.ranks, self.parameters, values)
-        return {p: value for p, value in values.items() if self.parameters[p] == self.ranks.rank}
+        return _slices_to_owners(self.ranks, self.parameters, values)
 
     def distributed(self, own: Mapping[Tensor, Tensor], values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """What was computed from values, each by its owner: whole on all ranks or, if values are sliced, their slices.
+        """Slices of what was computed from values, each by its owner.
 
         own: for the parameters that this rank owns, whole, in at least float32
         """
-        if any(map(is_sliced, values.values())):
-            return _slices_from_owners(self.ranks, self.parameters, own, values)
-        forms = {p: Form(p.shape, _precise(value), value.device) for p, value in values.items()}
-        return from_owners(self.ranks, self.parameters, forms, own)
-
-
-def _precise(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
+        return _slices_from_owners(self.ranks, self.parameters, own, values)
 
 
 # Slices of parameters -------------------------------------------------------------------------------------------------

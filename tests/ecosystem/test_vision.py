@@ -53,8 +53,8 @@ def test_low_rank_inverses_of_convolutions() -> None:
         torch.manual_seed(1)
         model = timm.create_model("test_resnet", num_classes=CLASSES)
         before = snapshot(model)
-        options = {"fisher": "exact", "average": 0.0}
-        optimizer = bprong.BPRONG(model, "cross_entropy", lr=1e-3, solver=solver, options=options)
+        options = {"fisher": "exact", "average": 0.0, "solver": solver}
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=1e-3, options=options)
         train(model, optimizer, [images()], loss_of)
         moved.append(updates(model, before))
     assert_close(moved[1], moved[0], 0.1)

@@ -146,7 +146,7 @@ def test_the_optimizer_follows_the_same_path_as_the_paper_network(form, momentum
     rewhitening = bprong.Rewhitening(
         model, sgd, "cross_entropy", solver="cholesky", fisher="exact", **schedule, **damping
     )
-    arguments = damping | {"every": Periods(**schedule), "options": EXACT, "max_dim": FORMS[form].get("max_dim", 4096)}
+    arguments = damping | {"every": Periods(**schedule), "options": EXACT | FORMS[form]}
     optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.01, momentum=momentum, **arguments)
     with torch.no_grad():  # so that this call is not taken for a batch of training
         start = plain(x)

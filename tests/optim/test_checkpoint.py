@@ -19,7 +19,7 @@ FLATTENS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 
 RULES = {
     "fixed": {"lr": 0.05},
     "momentum": {"lr": 0.05, "momentum": 0.9, "every": 2},
-    "low rank": {"lr": 0.05, "solver": "low-rank"},
+    "low rank": {"lr": 0.05, "options": {"solver": "low-rank"}},
     "spectral": {"lr": 0.01, "step": "spectral"},
     "auto": {},
     "auto, spectral": {"step": "spectral"},

@@ -380,7 +380,7 @@ def test_bfloat16_parameters_have_float32_factors():
 def test_statistics_that_are_not_finite_are_reported_by_drift_too():
     """NaN compares as not drifted, so that the factors would silently be kept forever."""
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, options={"refresh": "drift"}, every=1)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, every=Periods(1, refresh="drift"))
     x, y = classification(20, 5, 3)
     train(model, optimizer, [(x, y)])
     optimizer.zero_grad()

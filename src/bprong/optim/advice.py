@@ -33,7 +33,7 @@ def not_called(model: nn.Module) -> str:
         "If the model is called in another way than model(x), such as by a method or a __call__ of its own, put that "
         "into `with optimizer.recording() as record:` and call record(output) at a fixed lr",
         'Where there is no such call, as in eval mode or with lr="auto", use optimizer.observe(x, y) before step()',
-        "If the loss is computed from something other than the first output, name that with output=",
+        "If the loss is computed from something other than the first output, name that with options={'output': …}",
     ]
     if len(trained) == 1:
         remedies.insert(1, f"If your training step calls its {trained[0]!r} instead, give that")

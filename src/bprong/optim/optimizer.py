@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bprong.capture.coverage import fallback_reasons
-from bprong.capture.output import Head, Key
+from bprong.capture.output import Head
 from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, covered_weights
-from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapped
+from bprong.checks import number, one_of, positive, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted, without_autocast
 from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.families import Gaussian
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
-from bprong.linalg.blocks import MAX_DIM, Limits
+from bprong.linalg.blocks import Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
@@ -53,7 +53,7 @@ from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods, Schedule
-from bprong.whitening.side import SIDES, Side, SideName, Solver
+from bprong.whitening.side import SIDES, Side, SideName
 
 StepKind = Literal["natural", "spectral"]
 SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
@@ -97,13 +97,8 @@ class BPRONG(Optimizer):
                       at a fixed lr, which makes them safe at any lr; the default damping is then raised where few
                       observations are behind the statistics. A lowered lr lowers the bound. None: the paper's literal
                       steps
-    solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
-                      the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
-    max_dim           sides with more features than this are whitened in blocks
-    output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, an
-                      index, or a function of what it returns, which may give several tensors of one shape. By default
-                      the logits or the first tensor; a loss that the model computes itself is recognised
-    options           a `bprong.optim.Options` or a mapping with its fields
+    options           a `bprong.optim.Options` or a mapping with its fields: among them `output`, if the model returns
+                      more than one tensor, and `fisher`, `solver` and `max_dim`
 
     Classification. The model returns logits:
 
@@ -143,9 +138,6 @@ class BPRONG(Optimizer):
         backward_damping: float | Damping | None = None,
         every: int | Periods | None = None,
         max_step: float | Literal["auto"] | None = "auto",
-        solver: Solver = "auto",
-        max_dim: int = MAX_DIM,
-        output: Key | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         check_model(model, type(self).__name__)
@@ -155,26 +147,24 @@ class BPRONG(Optimizer):
         self._sharded = is_sharded(model)
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
-        one_of("solver", solver, get_args(Solver))
         spectral = one_of("step", step, get_args(StepKind)) == "spectral"
         self._options = Options.of(options)
         if loss is None and (self._whitens_backward or lr == "auto"):
             raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
         self._loss = DeclaredLoss(declared_loss(loss))
         given = [own for own in (forward_damping, backward_damping) if own is not None]
-        if solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
+        if self._options.solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
         defaults = {
             "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
             "momentum": number("momentum", usual_momentum if momentum is None else momentum, 0, 1),
-            "nesterov": spectral if self._options.nesterov is None else self._options.nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        self._head = Head(output, self._loss.loss.functions)
+        self._head = Head(self._options.output, self._loss.loss.functions)
         self._rule = self._rule_of(lr == "auto", spectral, (forward_damping, backward_damping), max_step)
-        self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every)
+        self._whitening = self._whitening_of(every)
         self._batches = Batches(
             model, self._loss.loss, self._head, self._whitening,
             self._rule.reads_every_batch, self._rule.keeps_every_batch,
@@ -218,25 +208,22 @@ class BPRONG(Optimizer):
             )  # fmt: skip
         if direction is not None:
             return Spectral(GivenDamping(damping, few=all_usual), direction)
-        limit = MOST_FALLBACK if options.fallback_rate is None else None
         usual_damping = GivenDamping(damping, few=all_usual and bound is not None)
-        return FixedRate(usual_damping, bound, options.fallback(0.1), limit)
+        return FixedRate(usual_damping, bound, options.fallback(0.1), MOST_FALLBACK)
 
-    def _whitening_of(self, solver: Solver, max_dim: int, every: int | Periods | None) -> Whitening:
+    def _whitening_of(self, every: int | Periods | None) -> Whitening:
         rule = self._rule
         settings = self._options.settings(every, self._whitens_backward, rule.early_steps, rule.early_parts)
-        self._form = (solver, Limits(max_dim))
         layers = self._layers()
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._loss.loss, layers, schedule, self._head, self._ranks, self._options.sharded)
+        return Whitening(self._model, self._loss.loss, layers, schedule, self._head, self._ranks)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""
-        solver, limits = self._form
-        weights = covered_weights(self._model, limits)
-        return Layers(Layer(weight, solver, backward=self._whitens_backward) for weight in weights)
+        weights = covered_weights(self._model, Limits(self._options.max_dim))
+        return Layers(Layer(weight, self._options.solver, backward=self._whitens_backward) for weight in weights)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -476,8 +463,6 @@ class BPRONG(Optimizer):
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             number(key, group[key], 0, below)
         self._rule.check_group(group)
-        if group["nesterov"] and not group["momentum"]:
-            raise ValueError("nesterov needs a momentum above 0")
         super().add_param_group(param_group)
         self._whitening.given = set(self._parameters)
         if "_observes" in vars(self):  # not while the optimizer is made
@@ -535,7 +520,6 @@ class BPRONG(Optimizer):
 
 _OWN = (
     "_batches",
-    "_form",
     "_head",
     "_loss",
     "_model",

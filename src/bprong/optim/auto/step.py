@@ -60,8 +60,6 @@ class Automatic(StepRule):
         sums: bool = False,
         unchecked: bool = False,
     ) -> None:
-        if options.fallback_rate is not None:
-            raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
         self.rule = AutoRule(
             damping_given=damping_given,
             most=math.inf if max_step is None else max_step**2 / 2,
