@@ -19,7 +19,7 @@ def check_model(model: object, name: str) -> None:
         raise TypeError(
             f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
             f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
-            f"parameters only, there are the networks of bprong.skorch"
+            f"parameters only, see examples/with_skorch.py"
         )
 
 
