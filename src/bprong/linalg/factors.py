@@ -245,7 +245,10 @@ def shape_of_state(state: Mapping[str, Any]) -> tuple[int, ...]:
 
 def factor_of_state(state: Mapping[str, Any], blocks: Blocks, like: Tensor) -> Factor:
     """The factor whose `state_dict` this is."""
-    parts = {name: value.to(like) if isinstance(value, Tensor) else value for name, value in state.items()}
+    parts = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            parts[name] = value.to(like)
     return Dense(**parts, blocks=blocks) if set(parts) == set(Dense.tensor_names) else LowRank(**parts)
 
 
