@@ -133,7 +133,10 @@ _INSTEAD = {
     "betas": "there are no betas= here. Give momentum=; parameters that are not whitened follow Adam, with "
     "options={'fallback_betas': (0.9, 0.999)}",
     "eps": "there is no eps= here. What is added to eigenvalues is forward_damping= and backward_damping=",
-    "nesterov": "give nesterov in the options: options={'nesterov': True}",
+    "nesterov": "there is no nesterov= here: spectral steps have Nesterov's form of momentum, natural steps do not",
+    "solver": "solver= is an option: options={'solver': …}",
+    "max_dim": "max_dim= is an option: options={'max_dim': …}",
+    "output": "output= is an option: options={'output': …}",
     "closure": "closure= is an argument of step()",
 }  # what to give instead of arguments that other optimizers have
 

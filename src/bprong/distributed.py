@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
-from bprong.linalg.factors import Elsewhere, Factor, factor_of_state
+from bprong.linalg.factors import (
+    DESCRIPTION,
+    Elsewhere,
+    Factor,
+    described_shape,
+    described_state,
+    description,
+    factor_of_state,
+)
 from bprong.linalg.moments import Moments, add_outer, float64_device
 
 Key = TypeVar("Key", bound=Hashable)
@@ -338,8 +346,7 @@ def assigned(costs: Mapping[Key, float], ranks: int) -> dict[Key, int]:
     return {key: owners[key] for key in costs}
 
 
-TENSORS = {"inverse": (), "B": ("s", "error")}  # a factor's state: the key of its tensor, and those of its numbers
-NUMBERS = 7  # sent about a factor: which kind it is (0: none), up to three sizes of its tensor, two numbers, its cost
+NUMBERS = DESCRIPTION + 1  # sent about a factor: its description and its cost
 
 
 def shared(
@@ -369,40 +376,25 @@ def shared(
         return {key: found.get(key) or own.get(key) or remote[key] for key in owners}
     for owner, dtype in sorted({(owners[key], like[key][1].dtype) for key in owners}, key=str):
         keys = [k for k in owners if owners[k] == owner and like[k][1].dtype is dtype and k not in found]
-        sizes = [_shape(numbers[key]) for key in keys]
+        sizes = [described_shape(numbers[key]) for key in keys]
         device = like[keys[0]][1].device if keys else None
         buffer = torch.empty(sum(map(math.prod, sizes)), dtype=dtype, device=device)
         if owner == ranks.rank and keys:
             buffer = torch.cat([_tensor(own[key]).flatten() for key in keys])
         parts = torch.split(ranks.received(buffer, owner), [math.prod(size) for size in sizes]) if keys else ()
         for key, size, part in zip(keys, sizes, parts, strict=True):
-            found[key] = _factor_of(numbers[key], part.view(size), *like[key])
+            state = described_state(numbers[key], part.view(size))
+            found[key] = factor_of_state(cast(dict[str, Any], state), *like[key])
     return {key: found[key] for key in owners}
 
 
 def _described(factor: Factor | WhiteningError | None) -> list[float]:
     if not isinstance(factor, Factor):
         return [0.0] * NUMBERS
-    state = factor.state_dict()
-    kind = next(i for i, name in enumerate(TENSORS) if name in state)
-    name = list(TENSORS)[kind]
-    sizes = [*state[name].shape, 0, 0][:3]
-    values = [state[key] for key in TENSORS[name]]
-    return [kind + 1.0, *map(float, sizes), *[*values, 0.0, 0.0][:2], float(factor.cost)]
+    return [*description(factor), float(factor.cost)]
 
 
 def _tensor(factor: Factor | WhiteningError) -> Tensor:
     assert isinstance(factor, Factor)
-    state = factor.state_dict()
-    found: Tensor = next(state[name] for name in TENSORS if name in state)
-    return found
-
-
-def _shape(numbers: Sequence[float]) -> list[int]:
-    return [int(size) for size in numbers[1:4] if size]
-
-
-def _factor_of(numbers: Sequence[float], tensor: Tensor, blocks: Blocks, like: Tensor) -> Factor:
-    name = list(TENSORS)[int(numbers[0]) - 1]
-    values = dict(zip(TENSORS[name], numbers[4:], strict=False))
-    return factor_of_state({name: tensor} | values, blocks, like)
+    (tensor,) = factor.tensors().values()
+    return tensor

@@ -74,24 +74,14 @@ class Sharding:
 
     def collected(self, values: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
         """Return the values of the parameters that this rank owns, whole."""
-        if any(map(is_sliced, values.values())):
-            return _slices_to_owners(self.ranks, self.parameters, values)
-        return {p: value for p, value in values.items() if self.parameters[p] == self.ranks.rank}
+        return _slices_to_owners(self.ranks, self.parameters, values)
 
     def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Return what owners computed from values: whole on all ranks or, if values are sliced, their slices.
+        """Return slices of what was computed from values, each by its owner.
 
         owned: for the parameters that this rank owns, whole, in at least float32
         """
-        if any(map(is_sliced, values.values())):
-            return _slices_from_owners(self.ranks, self.parameters, owned, values)
-        forms = {p: Form(p.shape, _at_least_float32(value.dtype), value.device) for p, value in values.items()}
-        return from_owners(self.ranks, self.parameters, forms, owned)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype, or float32 if that is more precise."""
-    return torch.promote_types(dtype, torch.float32)
+        return _slices_from_owners(self.ranks, self.parameters, owned, values)
 
 
 # Slices of parameters -------------------------------------------------------------------------------------------------
@@ -182,7 +172,9 @@ def _slices_from_owners(
             chunks.append(torch.split(owned[p], _lengths(value, ranks.size), dim=value.placements[0].dim))
         sent = []
         for rank in range(ranks.size):
-            sent.append(_vector([chunk[rank] for chunk in chunks], values).to(_at_least_float32(dtype)))
+            sent.append(
+                _vector([chunk[rank] for chunk in chunks], values).to(torch.promote_types(dtype, torch.float32))
+            )
         sizes = [[local(values[p]).numel() for p in theirs] for theirs in by_owner]
         received = ranks.exchanged(sent, list(map(sum, sizes)))
         for theirs, vector, lengths in zip(by_owner, received, sizes, strict=True):

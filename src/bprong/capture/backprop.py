@@ -195,7 +195,7 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
     not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
     convolution transposed. The recorded calls then tell only a part of what the weight does.
     """
-    trained = [call for call in calls if call.weight.weight.requires_grad and not call.weight.computed]
+    trained = [call for call in calls if call.weight.weight.requires_grad]
     edges = {call: call.edge for call in trained if call.edge is not None}
     if not edges or not output.edges:
         return set()

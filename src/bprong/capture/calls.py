@@ -30,7 +30,6 @@ from bprong.likelihood.loss import KINDS
 from bprong.linalg.moments import Sums, block_rows
 from bprong.sharding import is_sliced
 
-COMPUTATION = 20  # operations, at most, between a parameter and a weight that is computed from it
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
 FEWEST_ROWS = 128  # that are copied at once nevertheless
 
@@ -45,7 +44,6 @@ class Call:
     columns:   the columns of a that belong to the weight, where several weights are packed into one; None: all
     geometry:  of a convolution
     ignored:   (rows,) mask of rows that do not count: the padding of an embedding
-    computed:  the weight that was used, where that is computed from the parameter
     """
 
     weight: WeightMatrix
@@ -55,7 +53,6 @@ class Call:
     columns: slice | None = None
     geometry: Geometry | None = None
     ignored: Tensor | None = None
-    computed: Tensor | None = None
 
     @property
     def is_sequence(self) -> bool:
@@ -149,10 +146,6 @@ class Calls(list[Call]):
         The tensor is a parameter or, where several weights are packed into one, a part of it.
         """
         parameter: Any = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
-        if id(parameter) not in self.weights and isinstance(tensor, Tensor):
-            sources = nodes_behind(tensor, lambda node: hasattr(node, "variable"), COMPUTATION)
-            known = [own for node in sources for own, _ in self.weights.get(id(node.variable), ()) if own.computed]
-            return [(own, 0) for own in known if own.weight.shape == tensor.shape]
         weights = []
         for weight, view in self.weights.get(id(parameter), ()):
             if weight.one_hot is one_hot and view.stride() == tensor.stride() and view.shape[1:] == tensor.shape[1:]:
@@ -295,7 +288,7 @@ def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any,
     ]
     a: Tensor = function(input, weight, *args, **kwargs)
     for calls, own, details in used:
-        calls.add(own, input, a, computed=weight if own.computed else None, **details)
+        calls.add(own, input, a, **details)
     return a
 
 

@@ -21,10 +21,10 @@ class CoverageRow:
     """How one parameter is treated.
 
     treatment  "two-sided", "forward only", "fallback: Adam" or "frozen"; a side that is not one block adds
-               ", channel-only", ", diagonal" or ", in blocks"
+               ", diagonal" or ", in blocks"
     reason     why it follows the fallback rule
     inputs, outputs
-               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "25 channels", "500 diagonal"
+               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "500 diagonal"
     memory     bytes kept for it beyond the parameter, its gradient and its momentum, with exact inverses; less where
                the optimizer uses low-rank inverses
     refresh    floating-point operations to factor its sides
@@ -75,14 +75,12 @@ class Coverage:
         return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), total])
 
 
-def coverage(
-    model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM, channels: bool = False, strict: bool = False
-) -> Coverage:
+def coverage(model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM, strict: bool = False) -> Coverage:
     """How `BPRONG(model)` treats each parameter of a model, and at what cost, before anything is allocated.
 
-    backward            False: as `PRONG` does
-    max_dim, channels   as for the optimizer
-    strict              raise ValueError if a trainable parameter follows the fallback rule
+    backward   False: as `PRONG` does
+    max_dim    as for the optimizer
+    strict     raise ValueError if a trainable parameter follows the fallback rule
 
     >>> covered = coverage(nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10), nn.LayerNorm(10)))
     >>> covered.rows[0].treatment, covered.rows[0].inputs, covered.fallback
@@ -91,7 +89,7 @@ def coverage(
     if not isinstance(model, nn.Module):
         raise TypeError(f"coverage takes a model, not a {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
-    weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1), channels)))
+    weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1))))
     reasons = fallback_reasons(model, model.parameters())
     rows = []
     for name, p in model.named_parameters():
@@ -124,8 +122,6 @@ def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bo
 
 def _form(weight: WeightMatrix, backward: bool) -> str:
     """How a side that is not one block is split."""
-    if weight.inputs.positions > 1:
-        return ", channel-only"
     split = {side.size for side in (weight.inputs, weight.outputs)[: 1 + backward] if side.count > 1}
     kind = ", diagonal" if split == {1} else ", in blocks"
     return kind if split else ""

@@ -241,19 +241,14 @@ def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:
 
 
 def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
-    """(rows, groups, features) → the rows that moments are taken of: (rows · positions, size), or with `lead` between.
-
-    Each position of a convolution's kernel counts as a row where all positions share their channels' moments.
-    """
+    """(rows, groups, features) → the rows that moments are taken of: (rows, size), or with `lead` between."""
     values = split(values.reshape(len(values), blocks.groups, -1), blocks).flatten(1, 2)
-    values = values.movedim(-1, 1).flatten(0, 1)
     return values if blocks.lead else values.squeeze(1)
 
 
 def feature_means(mean: Tensor, blocks: Blocks) -> Tensor:
     """A mean (size) or (lead, size) as the mean of every feature: (features,), or (groups, features)."""
-    means = mean.reshape(blocks.groups, -1, 1).expand(-1, -1, blocks.positions).flatten(1)
-    means = means[:, : blocks.features]
+    means = mean.reshape(blocks.groups, -1)[:, : blocks.features]
     return means if blocks.groups > 1 else means.squeeze(0)
 
 

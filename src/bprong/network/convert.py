@@ -24,15 +24,12 @@ def whiten_(
     *,
     backward: bool = True,
     max_dim: int = MAX_DIM,
-    channels: bool = False,
 ) -> M:
     """Replace every `nn.Linear` and `nn.Conv2d` of a model by a whitened layer with the same function; return it.
 
     filter_fn   filter_fn(module, name) says whether to replace a layer; by default all are replaced
     backward    False: forward-only layers (PRONG)
-    max_dim     a side with more features is whitened in blocks; a convolution's inputs over its channels, which all
-                positions of the kernel share
-    channels    True: every convolution's inputs are whitened over its channels
+    max_dim     a side with more features is whitened in blocks
 
     Build the optimizer afterwards, since the layers have new parameters. Subclasses are not replaced, because what they
     compute and who reads their weight is not known.
@@ -51,9 +48,7 @@ def whiten_(
         )
     _refuse_unfit(model, chosen)  # check everything before changing anything
     for name, module in chosen.items():
-        model.set_submodule(
-            name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim, channels=channels)
-        )
+        model.set_submodule(name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim))
     return model
 
 

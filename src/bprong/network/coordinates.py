@@ -13,8 +13,7 @@ gradient is a covector and moves by the inverse transpose. The two differ unless
 each kind of state has a method of its own. `carry_` moves what a torch optimizer remembers of W† and b† with them.
 
 A weight keeps its own shape: (out, in), or (out, channels, *kernel) for a convolution. If a side is whitened in several
-blocks (`Blocks`), it changes block by block, and U, c and R have a leading dimension for the blocks. If the blocks act
-on channels, all positions of the kernel share U and c.
+blocks (`Blocks`), it changes block by block, and U, c and R have a leading dimension for the blocks.
 """
 
 from __future__ import annotations
@@ -101,9 +100,9 @@ class Change:
 
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
-    columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size, blocks.positions).permute(0, 2, 3, 1, 4)
+    columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size).permute(0, 2, 3, 1)
     moved = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
-    return moved.permute(0, 3, 1, 2, 4).reshape(W.shape)
+    return moved.permute(0, 3, 1, 2).reshape(W.shape)
 
 
 def on_outputs(apply: Map, W: Tensor, b: Tensor | None, blocks: Blocks) -> Pair:

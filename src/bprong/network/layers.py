@@ -46,21 +46,19 @@ class WhitenedLayer(nn.Module):
     buffers_are_constant = True  # a forward pass never writes to them
 
     @classmethod
-    def from_stock(
-        cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM, channels: bool = False
-    ) -> L:
+    def from_stock(cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM) -> L:
         """A whitened layer that computes the same function as `stock`, with copies of its parameters."""
         layer = cls.__new__(cls)
-        WhitenedLayer.__init__(layer, stock, backward, max_dim, channels)
+        WhitenedLayer.__init__(layer, stock, backward, max_dim)
         return layer.train(stock.training)
 
-    def __init__(self, stock: Stock, backward: bool, max_dim: int, channels: bool = False) -> None:
+    def __init__(self, stock: Stock, backward: bool, max_dim: int) -> None:
         super().__init__()
         self._stock = (copy.deepcopy(stock).to("meta"),)  # in a tuple, so that torch does not register its parameters
         for constant in stock.__constants__:
             setattr(self, constant, getattr(stock, constant))
         self.geometry = geometry_of(stock) if isinstance(stock, nn.Conv2d) else None
-        linear = weight_matrices_of("", stock, Limits(max_dim, channels, padded=False))[0]
+        linear = weight_matrices_of("", stock, Limits(max_dim, padded=False))[0]
         self.forward_blocks = linear.inputs
         self.backward_blocks = linear.outputs
         self.weight_dagger = copy.deepcopy(linear.weight)
@@ -257,9 +255,8 @@ class WhitenedConv2d(WhitenedLayer):
 
     z is the patch of the padded input under the kernel, with d = channels of a group · positions of the kernel
     features. Parameters `weight_dagger`, shaped like the stock weight, and `bias_dagger`; buffers `U` (G, d, d), `c`
-    (G, d) and `R` (G, out/G, out/G) for G groups, without the leading dimension if there is one group. With
-    channels=True, or if d is more than `max_dim`, all positions of the kernel share a U and a c over the channels.
-    Everything else is as in `WhitenedLinear`.
+    (G, d) and `R` (G, out/G, out/G) for G groups, without the leading dimension if there is one group. Everything else
+    is as in `WhitenedLinear`.
 
     >>> layer = WhitenedConv2d(4, 6, 3, padding=1, groups=2)
     >>> layer.U.shape, layer.R.shape
@@ -282,14 +279,13 @@ class WhitenedConv2d(WhitenedLayer):
         dtype: torch.dtype | None = None,
         *,
         max_dim: int = MAX_DIM,
-        channels: bool = False,
     ) -> None:
         super().__init__(
             nn.Conv2d(
                 in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
                 dtype,
             ),
-            backward, max_dim, channels,
+            backward, max_dim,
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:

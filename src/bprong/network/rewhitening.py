@@ -274,7 +274,7 @@ def _mu_of(refresh: RefreshMode, rate: float | None, average: float, layers: Lay
         raise ValueError(f'refresh="continuous" averages by its rate: leave average at 0, not {average:g}')
     for layer in layers.values():
         for side in layer.sides:
-            if side.blocks.lead or side.blocks.positions > 1:
+            if side.blocks.lead:
                 raise ValueError(
                     f"layer {layer.name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one "
                     f'block can be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'

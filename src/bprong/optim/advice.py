@@ -19,7 +19,7 @@ def check_model(model: object, name: str) -> None:
         raise TypeError(
             f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
             f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
-            f"parameters only, there are the networks of bprong.skorch"
+            f"parameters only, see examples/with_skorch.py"
         )
 
 
@@ -35,7 +35,7 @@ def not_called(model: nn.Module) -> str:
         "If the model is called in another way than model(x), such as by a method or a __call__ of its own, put that "
         "into `with optimizer.recording() as record:` and call record(output) at a fixed lr",
         'Where there is no such call, as in eval mode or with lr="auto", use optimizer.observe(x, y) before step()',
-        "If the loss is computed from something other than the first output, name that with output=",
+        "If the loss is computed from something other than the first output, name that with options={'output': …}",
     ]
     if len(trained) == 1:
         remedies.insert(1, f"If your training step calls its {trained[0]!r} instead, give that")

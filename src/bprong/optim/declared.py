@@ -77,7 +77,7 @@ class DeclaredLoss:
             return (
                 f"the gradient at the model's output is not that of such a loss. {self.loss.likelihood.hint}. If the "
                 f"loss has weights for single examples or further terms, nothing needs to be done. If it is computed "
-                f"from something else that the model returns, name that with output="
+                f"from something else that the model returns, name that with options={{'output': …}}"
             )
         total = sum(targets.ratio for targets in known)
         # A batch in which no target counts has no ratio, but the loss may have been divided as if it had one.
