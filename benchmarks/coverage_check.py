@@ -96,7 +96,7 @@ def memory(names: Sequence[str], threads: int) -> str:
 
 def layer_seconds(model: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> dict[str, float]:
     """Seconds of a factorisation and of a step of the optimizer when it trains one layer only."""
-    settings: dict[str, Any] = {"params": parameters, "every": 1, "solver": "exact"}
+    settings: dict[str, Any] = {"params": parameters, "every": 1, "options": {"solver": "exact"}}
     optimizer = bprong.BPRONG(model, lr=1e-6, loss="gaussian", **settings)
     spent: dict[str, list[float]] = {"factorisation": [], "step": []}
     for _ in range(TIMED + 1):

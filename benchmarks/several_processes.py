@@ -5,7 +5,6 @@ The deep autoencoder on random numbers; processes of one thread each on this mac
     alone        one process with the batches of all ranks
     replicated   every rank factors all sides (what sharing saves, for comparison)
     shared       the default: each side is factored by one rank, and all ranks receive the factor
-    sharded      options={"sharded": True}: each rank keeps the factors of its own layers only
 
 Bytes are those of the tensors that a rank puts into collective operations; what the network makes of them depends on
 the backend. "Beyond" is what remains after the triangles of the moments and the factors themselves.
@@ -43,7 +42,7 @@ from bprong.whitening import refresh
 WIDTHS = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
 SMALL = [20, 30, 10, 20]
 BATCH = 250  # of all processes together
-WAYS = ["alone", "replicated", "shared", "sharded"]
+WAYS = ["alone", "replicated", "shared"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,7 @@ def measured(rank: int, processes: int, way: str, rounds: int, widths: Sequence[
     model: nn.Module = perceptron(widths, "tanh", 0)
     wrapped = DistributedDataParallel(model) if processes > 1 else model
     criterion = nn.MSELoss()
-    optimizer = bprong.BPRONG(
-        wrapped, criterion, lr=0.01, every=2, solver="exact", options={"sharded": way == "sharded"}
-    )
+    optimizer = bprong.BPRONG(wrapped, criterion, lr=0.01, every=2, options={"solver": "exact"})
     x = torch.rand(BATCH // processes, widths[0], generator=torch.Generator().manual_seed(rank))
     whitening = optimizer._whitening
     found = []

@@ -66,7 +66,7 @@ PROBLEMS: dict[str, Problem] = {
     "conv": CONVOLUTIONS,
 }
 TIMED = ["paper-100", "transformer"]
-EVERY_STEP: dict[str, Any] = {"every": 1, "options": {"refresh": "periodic"}}
+EVERY_STEP: dict[str, Any] = {"every": 1}
 LEARNING_RATE = 1e-6
 MEMORY_STEPS = 3  # of which the last is measured
 TIME = "milliseconds"

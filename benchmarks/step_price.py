@@ -37,8 +37,8 @@ from bprong.experiments.bench.timing import interleaved, seconds_of, seconds_on
 TURN = 20  # steps that SGD and BPRONG make before it is the other's turn
 SEEDS = 8  # of the comparison of losses, which differ by a third from one seed to the next
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-EXACT_PERIODIC: dict[str, Any] = {"every": 100, "solver": "exact"}
-EVERY_STEP: dict[str, Any] = {"every": 1, "solver": "exact"}
+EXACT_PERIODIC: dict[str, Any] = {"every": 100, "options": {"solver": "exact"}}
+EVERY_STEP: dict[str, Any] = {"every": 1, "options": {"solver": "exact"}}
 Measured = dict[str, float]  # by what was measured
 
 

@@ -53,8 +53,8 @@ LINES = {
     "factorisation": ("refresh: factorisation", figures.Style(figures.GREEN, figures.DASHED, "^")),
 }
 # Random numbers have no decaying spectrum, so only exact inverses are measured: the upper end of the cost.
-NO_REFRESH: dict[str, Any] = {"every": 10**9, "solver": "exact"}  # except at the first step
-EVERY_STEP: dict[str, Any] = {"every": 1, "solver": "exact"}
+NO_REFRESH: dict[str, Any] = {"every": 10**9, "options": {"solver": "exact"}}  # except at the first step
+EVERY_STEP: dict[str, Any] = {"every": 1, "options": {"solver": "exact"}}
 TIMED = 0.03  # seconds: short steps are timed several at a time
 LEAST_ROUNDS = 3
 

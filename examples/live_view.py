@@ -1,6 +1,6 @@
 """A live view of the optimizer's report in the terminal, for long runs.
 
-pip install 'bprong[experiments,live]'
+pip install 'bprong[experiments]'
 python examples/live_view.py
 """
 
@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import bprong
-from bprong.live import LiveReport
+from bprong.experiments.live import LiveReport
 
 
 def main() -> float:

@@ -1,37 +1,37 @@
-"""skorch: a network in scikit-learn's Pipeline and GridSearchCV. bprong.skorch has skorch's classes for BPRONG.
+"""skorch: a network in GridSearchCV. skorch gives an optimizer the parameters only; GivesModule adds the module.
 
-pip install 'bprong[skorch]'
+pip install bprong skorch
 python examples/with_skorch.py
 """
 
+import skorch
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from torch import Tensor, nn
+from torch import nn
 
-from bprong.skorch import NeuralNetClassifier
+import bprong
 
 
-class Perceptron(nn.Module):
-    def __init__(self, width: int = 50) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+class GivesModule:
+    def initialize_optimizer(self, triggered_directly=None):
+        (params,), settings = self.get_params_for_optimizer("optimizer", self.get_all_learnable_params())
+        self.optimizer_ = self.optimizer(self.module_, self.criterion_, params=params, **settings)
+        return self
 
-    def forward(self, X: Tensor) -> Tensor:
-        return self.net(X)  # logits
+
+class NeuralNetClassifier(GivesModule, skorch.NeuralNetClassifier):
+    """Likewise for skorch's NeuralNetBinaryClassifier and NeuralNetRegressor."""
 
 
 def main() -> float:
     torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     x, y = load_digits(return_X_y=True)
     torch.manual_seed(0)
-    net = NeuralNetClassifier(Perceptron, max_epochs=10, iterator_train__shuffle=True, train_split=None, verbose=0)
-    pipeline = make_pipeline(StandardScaler(), net)
-    grid = {"neuralnetclassifier__module__width": [20, 100], "neuralnetclassifier__lr": ["auto", 0.02]}
-    search = GridSearchCV(pipeline, grid, cv=3).fit(x.astype("float32"), y)
-    print(f"best of four: {search.best_params_}, accuracy {search.best_score_:.1%}")
+    model = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))  # returns logits
+    net = NeuralNetClassifier(model, criterion=nn.CrossEntropyLoss, optimizer=bprong.BPRONG, max_epochs=10, verbose=0)
+    search = GridSearchCV(net, {"lr": ["auto", 0.02]}, cv=3).fit((x / 16).astype("float32"), y)
+    print(f"better of two: {search.best_params_}, accuracy {search.best_score_:.1%}")
     return search.best_score_
 
 

@@ -8,7 +8,7 @@ import bprong
 from bprong.linalg.blocks import Blocks
 
 f64 = torch.float64
-FORMS = {"full": {}, "channels": {"channels": True}, "blocks": {"max_dim": 3}, "diagonal": {"max_dim": 1}}
+FORMS = {"full": {}, "blocks": {"max_dim": 9}, "blocks of outputs": {"max_dim": 3}, "diagonal": {"max_dim": 1}}
 
 
 def invertible(shape, seed):
@@ -33,15 +33,13 @@ def whitened(conv, form="full", backward=True, seed=0):
 def dense(blocks: Blocks, matrices):
     """The matrix of each group, (groups, features, features), from what a side holds."""
     split = matrices.detach().reshape(blocks.groups, blocks.count, blocks.size, blocks.size)
-    eye = torch.eye(blocks.positions, dtype=split.dtype)
-    return torch.stack([torch.kron(torch.block_diag(*group), eye) for group in split])
+    return torch.stack([torch.block_diag(*group) for group in split])
 
 
 def sides(layer):
     """U (G, d, d), c (G, 1, d) and R (G, out/G, out/G), spread out."""
     k = layer.forward_blocks
-    c = layer.c.reshape(k.groups, -1, 1).expand(-1, -1, k.positions).reshape(k.groups, 1, -1)
-    return dense(k, layer.U), c, dense(layer.backward_blocks, layer.R)
+    return dense(k, layer.U), layer.c.reshape(k.groups, 1, -1), dense(layer.backward_blocks, layer.R)
 
 
 def rows(conv, x):

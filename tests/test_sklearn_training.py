@@ -119,8 +119,8 @@ def test_the_direction_is_that_of_the_optimizer(kind):
     model = torch_model(network)
     criterion = {"softmax": "categorical", "logistic": "bernoulli", "identity": "gaussian"}[kind]
     optimizer = bprong.BPRONG(
-        model, criterion, lr=1.0, forward_damping=0.2, backward_damping=0.015, max_step=None, solver="exact",
-        options={"fisher": "exact", "average": 0.0},
+        model, criterion, lr=1.0, forward_damping=0.2, backward_damping=0.015, max_step=None,
+        options={"fisher": "exact", "average": 0.0, "solver": "exact"},
     )  # fmt: skip
     before = [p.detach().clone() for p in model.parameters()]
     LOSSES[kind](model(torch.from_numpy(batch.X)), torch.from_numpy(batch.Y)).mean().backward()

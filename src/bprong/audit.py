@@ -47,54 +47,50 @@ class FisherFactors:
 
     @property
     def parameters(self) -> int:
+        """The number of the layer's parameters."""
         return self.z_bar.shape[-1] * self.delta.shape[-1]
 
     def Z(self, other: FisherFactors) -> Tensor:
-        """E[z̄z̄ᵀ] between this layer and another, the mean over rows."""
+        """Return E[z̄z̄ᵀ] between this layer and another, the mean over rows."""
         return torch.einsum("nri,nrj->ij", self.z_bar, other.z_bar) / self.z_bar.shape[:2].numel()
 
     def D(self, other: FisherFactors) -> Tensor:
-        """E[δδᵀ] between this layer and another, summed over rows, per target."""
+        """Return E[δδᵀ] between this layer and another, summed over rows, per target."""
         return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.targets
 
 
 @takes_loss
 def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFactors]:
-    """z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model is left as it was.
+    """Return z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model stays as it was.
 
     Convolutions, and layers too wide to be whitened in one block, are left out.
     """
-    roots: dict[str, list[FisherFactors]] = defaultdict(list)
-    for found in _each_root(model, x, loss):
-        roots[found.name].append(found)
-    return [replace(own[0], delta=torch.cat([found.delta for found in own])) for own in roots.values()]
+    layers: dict[str, list[FisherFactors]] = defaultdict(list)
+    for factors in _each_root(model, x, loss):
+        layers[factors.name].append(factors)
+    return [replace(roots[0], delta=torch.cat([root.delta for root in roots])) for roots in layers.values()]
 
 
 @takes_loss
 def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
-    """E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates, without storing the errors of each example."""
+    """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates; errors of examples are not stored."""
     sides: dict[str, tuple[Tensor, Tensor]] = {}
-    for found in _each_root(model, x, loss):
-        Z, D = sides.get(found.name) or (found.Z(found), found.delta.new_zeros(()))
-        sides[found.name] = (Z, D + found.D(found))
+    for factors in _each_root(model, x, loss):
+        Z, D = sides.get(factors.name) or (factors.Z(factors), 0.0)
+        sides[factors.name] = (Z, D + factors.D(factors))
     return sides
 
 
 def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFactors]:
-    """The factors of every layer for one root after the other, as the backward passes deliver them."""
+    """Yield the factors of every layer for one root after the other, as the backward passes deliver them."""
     likelihood = declared_loss(loss).likelihood
-    weights = [
-        weight_matrix_of(name, m)
-        for name, m in model.named_modules()
-        if type(m) is nn.Linear
-        or (isinstance(m, WhitenedLinear) and not m.forward_blocks.lead and not m.backward_blocks.lead)
-    ]
+    weights = [weight_matrix_of(name, module) for name, module in model.named_modules() if _is_supported(module)]
     if not weights:
         raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
     with recorded_run(model, weights, x, seed=0, errors=True) as (parts, calls):
         output = Output.of(parts)
         likelihood.check(output.values)
-        z_bars = {call.weight.name: _own_inputs(call.weight, call.z) for call in calls}
+        z_bars = {call.weight.name: _inputs(call.weight, call.z) for call in calls}
         if len(z_bars) != len(calls):
             raise ValueError(
                 "a layer is called more than once in a forward pass; the audit supports one call of each layer"
@@ -103,30 +99,41 @@ def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFa
         for root in roots_of(output.values, None, likelihood, "exact"):
             errors: dict[Call, Tensor] = {}
             send_back(output, calls, root, errors.__setitem__)
-            yield from (
-                _factors(call, z_bars[call.weight.name], errors[call], targets) for call in calls if call in errors
-            )
+            for call in calls:
+                if call in errors:
+                    yield _factors(call, z_bars[call.weight.name], errors[call], targets)
+
+
+def _is_supported(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with both sides in one block."""
+    if isinstance(module, WhitenedLinear):
+        return not (module.forward_blocks.lead or module.backward_blocks.lead)
+    return type(module) is nn.Linear
 
 
 def _factors(call: Call, z_bar: Tensor, errors: Tensor, targets: int) -> FisherFactors:
-    """The factors of the layer of a call, for one root."""
+    """Return the factors of the layer of a call, for one root."""
     R = getattr(call.weight.module, "R", None)
-    delta = float64_copy(errors) if R is None else float64_copy(errors) @ float64_copy(R).T
+    delta = float64_copy(errors)
+    if R is not None:
+        delta = delta @ float64_copy(R).T
     if not (finite(z_bar) and finite(delta)):
         raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
     return FisherFactors(call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), targets)
 
 
-def _own_inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
-    """z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
+def _inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
+    """Return z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
     z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
     if isinstance(weight.module, WhitenedLinear):
         z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-    return z if weight.bias is None else torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
+    if weight.bias is None:
+        return z
+    return torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
-    """G ("exact"), G̃ ("kronecker") and Ğ ("block"), each (parameters, parameters).
+    """Return G ("exact"), G̃ ("kronecker") and Ğ ("block"), each (parameters, parameters).
 
     G̃ relates layers example by example and is left out if layers see several rows for an example.
     """
@@ -134,15 +141,14 @@ def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
     scores = torch.cat([torch.einsum("nri,knro->knio", a.z_bar, a.delta).flatten(2) for a in layers], dim=2)
     matrices = {"exact": torch.einsum("knp,knq->pq", scores, scores) / layers[0].targets}
     if all(a.z_bar.shape[1] == 1 for a in layers):
-        matrices["kronecker"] = torch.cat(
-            [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
-        )
+        rows = [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
+        matrices["kronecker"] = torch.cat(rows)
     matrices["block"] = torch.block_diag(*(torch.kron(a.Z(a), a.D(a)) for a in layers))  # type: ignore[no-untyped-call]
     return matrices
 
 
 def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 0.0) -> dict[str, float]:
-    """How close a matrix G with these eigenvalues is to the identity.
+    """Return how close a matrix G with these eigenvalues is to the identity.
 
     distance         ‖G − I‖ / ‖I‖, in Frobenius norm
     distance_scaled  the same for the best multiple of G, which a learning rate can provide
@@ -157,26 +163,31 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
     largest = float(eigenvalues.max())
     nonzero = eigenvalues[eigenvalues > largest * n * max(torch.finfo(torch.float64).eps, eps**2)]
     norm2 = float(eigenvalues.square().sum())
+    distance_scaled = 1.0
+    if norm2 > 0:
+        distance_scaled = max(0.0, 1 - float(eigenvalues.sum()) ** 2 / (n * norm2)) ** 0.5
+    near_one = (eigenvalues >= 0.5) & (eigenvalues <= 2)
     return {
         "distance": float((eigenvalues - 1).norm()) / n**0.5,
-        "distance_scaled": max(0.0, 1 - float(eigenvalues.sum()) ** 2 / (n * norm2)) ** 0.5 if norm2 > 0 else 1.0,
+        "distance_scaled": distance_scaled,
         "condition": largest / float(nonzero.min()) if len(nonzero) else float("inf"),
         "rank": len(nonzero) / n,
-        "near_one": float(((eigenvalues >= 0.5) & (eigenvalues <= 2)).double().mean()),
+        "near_one": float(near_one.double().mean()),
         "off_block": off_block,
     }
 
 
 def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[str, float]:
-    """`identity_measures` of a matrix whose diagonal blocks have these sizes."""
+    """Return the `identity_measures` of a matrix whose diagonal blocks have these sizes."""
     layer = torch.arange(len(blocks), device=G.device).repeat_interleave(torch.tensor(blocks, device=G.device))
-    between = G[layer.unsqueeze(1) != layer].norm() / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
-    return identity_measures(torch.linalg.eigvalsh(G), float(between) ** 2, eps)
+    between = G[layer.unsqueeze(1) != layer].norm()
+    ratio = between / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
+    return identity_measures(torch.linalg.eigvalsh(G), float(ratio) ** 2, eps)
 
 
 @takes_loss
 def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
-    """Measures how close to the identity the model's Fisher matrix on x is, in the coordinates its optimizer sees.
+    """Measure how close to the identity the model's Fisher matrix on x is, in the coordinates its optimizer sees.
 
     Returns plain numbers: "parameters", how many there are; "matrices", the measures of `identity_measures` for each of
     "exact", "kronecker" and "block"; "layers", how far from white z̄ and δ of each layer are (0: white, relative to
@@ -190,27 +201,24 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     parameters = sum(len(Z) * len(D) for Z, D in sides.values())
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if parameters <= EXACT_UP_TO:
-        found = fisher_factors(model, x, loss)
-        matrices = {
-            kind: matrix_measures(G, [layer.parameters for layer in found], eps)
-            for kind, G in fisher_matrices(found).items()
-        }
+        layers = fisher_factors(model, x, loss)
+        sizes = [layer.parameters for layer in layers]
+        matrices = {kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(layers).items()}
     else:
         matrices = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
-    return {
-        "parameters": parameters,
-        "matrices": matrices,
-        "layers": {
-            name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()
-        },
-    }
+    white = {name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()}
+    return {"parameters": parameters, "matrices": matrices, "layers": white}
 
 
 def block_eigenvalues(sides: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """The eigenvalues of Ğ: all products of an eigenvalue of E[z̄z̄ᵀ] and one of E[δδᵀ]."""
-    products = [torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D)).flatten() for Z, D in sides.values()]
-    return torch.cat(products).clamp(min=0)
+    """Return the eigenvalues of Ğ: all products of an eigenvalue of E[z̄z̄ᵀ] and one of E[δδᵀ]."""
+    eigenvalues = []
+    for Z, D in sides.values():
+        products = torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D))
+        eigenvalues.append(products.flatten())
+    return torch.cat(eigenvalues).clamp(min=0)
 
 
 def _distance_from_white(second: Tensor) -> float:
+    """Return ‖S − I‖ / ‖I‖ of a second moment S."""
     return float((second - torch.ones_like(second[0]).diag()).norm() / len(second) ** 0.5)

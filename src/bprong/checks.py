@@ -13,7 +13,7 @@ from torch import nn
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
-    """The paper's τ and c as integers; the default offset is half of the period."""
+    """Return the paper's τ and c as integers; the default offset is half of the period."""
     tau = integer(f"{kind}_every", every, 1)
     c = tau // 2 if offset is None else integer(f"{kind}_offset", offset, 0)
     if c >= tau:
@@ -22,7 +22,7 @@ def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
 
 
 def pair(samples: Any) -> Any:
-    """(x, y) from x or from (x, y); None stays None."""
+    """Return (x, y) from x or from (x, y); None stays None."""
     if isinstance(samples, tuple) and len(samples) != 2:
         raise ValueError(
             f"samples must be x or (x, y), not a tuple of {len(samples)}; give several inputs as ((x1, x2), y)"
@@ -31,11 +31,12 @@ def pair(samples: Any) -> Any:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module wraps a model to train it on several devices."""
+    """Return whether a module wraps a model to train it on several devices."""
     return bool(_kind_of_wrapper(module))
 
 
 def _kind_of_wrapper(module: nn.Module) -> str:
+    """Return the name of what wraps a module; empty if nothing does."""
     # FSDP is recognised by name, because importing torch.distributed.fsdp takes seconds.
     names = {kind.__name__ for kind in type(module).__mro__}
     if "FSDPModule" in names:
@@ -47,7 +48,7 @@ def _kind_of_wrapper(module: nn.Module) -> str:
 
 
 def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
-    """The model inside of DistributedDataParallel; raises ValueError for other ways of training on several devices.
+    """Return the model inside of DistributedDataParallel; raise ValueError for other ways to train on several devices.
 
     fully_sharded: whether a model that was sharded as a whole by FSDP2's `fully_shard` is accepted too
     """
@@ -76,7 +77,7 @@ def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
 
 
 def _check_slices(model: nn.Module) -> None:
-    """Raises ValueError unless every parameter is split between all ranks, along one dimension."""
+    """Raise ValueError unless every parameter is split between all ranks, along one dimension."""
     for name, module in model.named_modules():
         if (kind := _kind_of_wrapper(module)) not in ("", "fully_shard"):
             raise ValueError(f"its module {name!r} is wrapped for {kind}, which cannot be combined with fully_shard")
@@ -95,29 +96,30 @@ def _is_dtensor(parameter: Any) -> bool:
     return type(parameter.data).__name__ == "DTensor"
 
 
-def number(kind: str, value: float, least: float, below: float = math.inf) -> float:
-    """A finite number of at least `least` and less than `below`."""
-    if not (isinstance(value, numbers.Real) and least <= value < below):
+def number(kind: str, value: float, minimum: float, below: float = math.inf) -> float:
+    """Return a finite number of at least `minimum` and less than `below`; raise ValueError for anything else."""
+    if not (isinstance(value, numbers.Real) and minimum <= value < below):
         limit = "" if below == math.inf else f" and less than {below:g}"
-        raise ValueError(f"{kind} must be a finite number of at least {least:g}{limit}, not {value!r}")
+        raise ValueError(f"{kind} must be a finite number of at least {minimum:g}{limit}, not {value!r}")
     return float(value)
 
 
 def positive(kind: str, value: float) -> float:
-    """A finite number above zero."""
+    """Return a finite number above zero; raise ValueError for anything else."""
     if number(kind, value, 0) == 0:
         raise ValueError(f"{kind} must be a finite number above 0, not {value!r}")
     return float(value)
 
 
-def integer(kind: str, value: int, least: int) -> int:
-    """A whole number of at least `least`; numpy's integers are accepted, True and False are not."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{kind} must be a whole number of at least {least}, not {value!r}")
+def integer(kind: str, value: int, minimum: int) -> int:
+    """Return a whole number of at least `minimum`; numpy's integers are accepted, True and False raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+        raise ValueError(f"{kind} must be a whole number of at least {minimum}, not {value!r}")
     return int(value)
 
 
 def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """Return a value that is allowed; raise ValueError for any other."""
     if value not in allowed:
         raise ValueError(f"{kind} must be one of {allowed}, not {value!r}")
     return value
@@ -131,19 +133,22 @@ _INSTEAD = {
     "betas": "there are no betas= here. Give momentum=; parameters that are not whitened follow Adam, with "
     "options={'fallback_betas': (0.9, 0.999)}",
     "eps": "there is no eps= here. What is added to eigenvalues is forward_damping= and backward_damping=",
-    "nesterov": "give nesterov in the options: options={'nesterov': True}",
+    "nesterov": "there is no nesterov= here: spectral steps have Nesterov's form of momentum, natural steps do not",
+    "solver": "solver= is an option: options={'solver': …}",
+    "max_dim": "max_dim= is an option: options={'max_dim': …}",
+    "output": "output= is an option: options={'output': …}",
     "closure": "closure= is an argument of step()",
 }  # what to give instead of arguments that other optimizers have
 
 
 def takes_loss(function: Function) -> Function:
-    """Decorates a function with an argument `loss`: arguments of other optimizers raise a TypeError that helps."""
-    known = inspect.signature(function).parameters
+    """Decorate a function with an argument `loss`: arguments of other optimizers raise a TypeError that helps."""
+    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name in _INSTEAD and name not in known:
+            if name in _INSTEAD and name not in parameters:
                 raise TypeError(_INSTEAD[name])
         return function(*args, **kwargs)
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
-from bprong.linalg.factors import Elsewhere, Factor, factor_of_state
+from bprong.linalg.factors import (
+    DESCRIPTION,
+    Elsewhere,
+    Factor,
+    described_shape,
+    described_state,
+    description,
+    factor_of_state,
+)
 from bprong.linalg.moments import Moments, add_outer, float64_device
 
 Key = TypeVar("Key", bound=Hashable)
@@ -46,21 +54,25 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The ranks that a model is trained by."""
-        found = cls(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
-        mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
-        found._group = found._group if mesh is None else mesh.get_group()
-        return found
+        """Return the ranks that a model is trained by."""
+        ranks = cls(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
+        for parameter in model.parameters():
+            if hasattr(parameter, "device_mesh"):
+                ranks._group = parameter.device_mesh.get_group()
+                break
+        return ranks
 
     def __reduce__(self) -> tuple[type[Ranks], tuple[()]]:
         return Ranks, ()  # a group of processes cannot be copied
 
     @property
     def size(self) -> int:
+        """The number of processes."""
         return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
+        """The number of this process, from 0 on."""
         return dist.get_rank(self._group) if self.size > 1 else 0
 
     @property
@@ -69,7 +81,7 @@ class Ranks:
         return torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
 
     def check(self) -> None:
-        """Raises ValueError if ranks may end before others, which would then wait for them."""
+        """Raise ValueError if ranks may end before others, which would then wait for them."""
         if self._wrapper is not None and self._wrapper._join_config.enable:
             raise ValueError(
                 "torch.distributed.algorithms.Join is not supported: ranks that have run out of data would exchange no "
@@ -79,7 +91,7 @@ class Ranks:
     # Numbers ----------------------------------------------------------------------------------------------------------
 
     def table(self, columns: int, compute: Callable[[], Sequence[float]]) -> Tensor:
-        """(ranks, columns) what each rank computes, float64. If that fails on some rank, all ranks raise an error."""
+        """Return what each rank computes: (ranks, columns), float64. If that fails on one rank, all raise an error."""
         if self.size == 1:
             return torch.tensor([list(compute())], dtype=torch.float64, device="cpu")
         failure: Exception | None = None
@@ -88,52 +100,54 @@ class Ranks:
             row = list(compute())
         except Exception as error:  # which must not leave the other ranks waiting
             failure = error
-        found = self.gathered(torch.tensor([float(failure is not None), *row], dtype=torch.float64, device="cpu")).cpu()
+        sent = torch.tensor([float(failure is not None), *row], dtype=torch.float64, device="cpu")
+        rows = self.gathered(sent).cpu()
         if failure is not None:
             raise failure
-        if failed := found[:, 0].nonzero().flatten().tolist():
+        if failed := rows[:, 0].nonzero().flatten().tolist():
             raise RuntimeError(f"the step was stopped by an error on rank {failed[0]}, which that process reports")
-        return found[:, 1:]
+        return rows[:, 1:]
 
     def sums(self, columns: int, compute: Callable[[], Sequence[float]]) -> list[float]:
-        """The sums over all ranks of what each computes."""
+        """Return the sums over all ranks of what each computes."""
         return self.table(columns, compute).sum(dim=0).tolist()
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
     def gathered(self, values: Tensor) -> Tensor:
-        """(ranks, n) the vectors of all ranks."""
+        """Return the vectors of all ranks: (ranks, n)."""
         values = values.to(self.device)
-        found = [torch.empty_like(values) for _ in range(self.size)]
-        with self._together():
-            dist.all_gather(found, values, group=self._group)
-        return torch.stack(found)
+        received = [torch.empty_like(values) for _ in range(self.size)]
+        with self._exchange():
+            dist.all_gather(received, values, group=self._group)
+        return torch.stack(received)
 
     def sum_(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place where the tensor can be sent from."""
+        """Return the sum over all ranks, in place where the tensor can be sent from."""
         sent = values.to(self.device)
-        with self._together():
+        with self._exchange():
             dist.all_reduce(sent, group=self._group)
         return sent.to(values.device)
 
     def received(self, values: Tensor, owner: int) -> Tensor:
-        """The owner's values; those of other ranks are overwritten where they can be sent from."""
+        """Return the owner's values; those of other ranks are overwritten where they can be sent from."""
         sent = values.to(self.device)
         source = owner if self._group is None else dist.get_global_rank(self._group, owner)
-        with self._together():
+        with self._exchange():
             dist.broadcast(sent, source, group=self._group)
         return sent.to(values.device)
 
     def exchanged(self, values: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        """What each rank has sent to this one; values: a vector for each rank; sizes: of what comes from each."""
+        """Send values[r] to rank r, and return what each rank has sent to this one, of these sizes (all-to-all)."""
         sent = torch.cat(list(values)).to(self.device)
-        found = sent.new_empty(sum(sizes))
-        with self._together():
-            dist.all_to_all_single(found, sent, list(sizes), [len(own) for own in values], group=self._group)
-        return torch.split(found.to(values[0].device), list(sizes))
+        received = sent.new_empty(sum(sizes))
+        with self._exchange():
+            dist.all_to_all_single(received, sent, list(sizes), list(map(len, values)), group=self._group)
+        return torch.split(received.to(values[0].device), list(sizes))
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _exchange(self) -> Iterator[None]:
+        """Raise a RuntimeError that explains it if a collective operation fails."""
         try:
             yield
         except RuntimeError as error:
@@ -150,7 +164,7 @@ ALONE = Ranks()
 
 
 @dataclass(frozen=True)
-class Share:
+class Contribution:
     """What one rank contributes to the moments of a side.
 
     blocks:   of the side
@@ -167,118 +181,133 @@ class Share:
     owner: int | None = None
 
 
-def merged(ranks: Ranks, shares: Sequence[Share], like: Tensor) -> list[Moments | None]:
-    """The moments of the observations of all ranks, as one process would have measured them; None: no rank has any.
+def merged(ranks: Ranks, contributions: Sequence[Contribution], like: Tensor) -> list[Moments | None]:
+    """Return the moments of the observations of all ranks, as one process would measure them; None: no rank has any.
 
     Means are exchanged first. Each scatter is then moved to the common mean, and buffers with the triangles of many
     scatters are summed. The common mean is written as a step from one rank's mean, so that a constant feature has a
     variance of exactly zero.
     """
     device = float64_device(like)
-    means = [_mean_of(share, device).flatten() for share in shares if share.centred]
-    row = [[share.weight, float(share.moments is not None)] for share in shares]
-    sent = torch.cat([torch.tensor(row, dtype=torch.float64, device=device).flatten(), *means])
+    means = [_mean_of(part, device).flatten() for part in contributions if part.centred]
+    rows = [[part.weight, float(part.moments is not None)] for part in contributions]
+    sent = torch.cat([torch.tensor(rows, dtype=torch.float64, device=device).flatten(), *means])
     table = ranks.gathered(sent).to(device)
-    weights, present = table[:, : 2 * len(shares)].view(ranks.size, -1, 2).unbind(-1)
-    measured = present.any(dim=0).tolist()
-    common = _common_means(shares, weights, present, table[:, 2 * len(shares) :])
+    columns = 2 * len(contributions)
+    weights, present = table[:, :columns].view(ranks.size, -1, 2).unbind(-1)
+    common = _common_means(contributions, weights, present, table[:, columns:])
     totals = weights.sum(dim=0).tolist()
-    found: list[Moments | None] = [None] * len(shares)
-    for bucket in _buckets(
-        [share.blocks.entries if is_any else 0 for share, is_any in zip(shares, measured, strict=True)]
-    ):
-        triangles = {i: _triangle(_scatter_about(shares[i], common[i], device)) for i in bucket}
-        for i, values in _sums(ranks, {i: shares[i] for i in bucket}, triangles).items():
-            diagonal = shares[i].owner not in (None, ranks.rank)
-            found[i] = Moments(totals[i], common[i], values, diagonal=diagonal)
-    return found
+    sizes = []
+    for part, is_measured in zip(contributions, present.any(dim=0).tolist(), strict=True):
+        sizes.append(part.blocks.entries if is_measured else 0)
+    moments: list[Moments | None] = [None] * len(contributions)
+    for bucket in _buckets(sizes):
+        triangles = {i: _triangle(_scatter_about(contributions[i], common[i], device)) for i in bucket}
+        for i, values in _sums(ranks, {i: contributions[i] for i in bucket}, triangles).items():
+            diagonal = contributions[i].owner not in (None, ranks.rank)
+            moments[i] = Moments(totals[i], common[i], values, diagonal=diagonal)
+    return moments
 
 
-def _sums(ranks: Ranks, shares: Mapping[int, Share], triangles: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The sums of triangles over all ranks, as matrices; their diagonals, on ranks that do not own them."""
-    everywhere = [i for i, share in shares.items() if share.owner is None]
-    found: dict[int, Tensor] = {}
+def _sums(
+    ranks: Ranks, contributions: Mapping[int, Contribution], triangles: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return the sums of triangles over all ranks, as matrices; their diagonals, on ranks that do not own them."""
+    blocks = {i: part.blocks for i, part in contributions.items()}
+    everywhere = [i for i, part in contributions.items() if part.owner is None]
+    sums: dict[int, Tensor] = {}
     if everywhere:
-        sums = ranks.sum_(torch.cat([triangles[i] for i in everywhere]))
-        parts = torch.split(sums, [len(triangles[i]) for i in everywhere])
-        found |= {i: _symmetric(part, shares[i].blocks) for i, part in zip(everywhere, parts, strict=True)}
-    owned = [[i for i, share in shares.items() if share.owner == rank] for rank in range(ranks.size)]
-    own = owned[ranks.rank]
-    if len(everywhere) == len(shares):
-        return found
+        total = ranks.sum_(torch.cat([triangles[i] for i in everywhere]))
+        sums |= _matrices(total, everywhere, triangles, blocks)
+    if len(everywhere) == len(contributions):
+        return sums
+    by_owner: list[list[int]] = [[] for _ in range(ranks.size)]
+    for i, part in contributions.items():
+        if part.owner is not None:
+            by_owner[part.owner].append(i)
+    owned = by_owner[ranks.rank]
     nothing = next(iter(triangles.values())).new_empty(0)
-    sent = [torch.cat([triangles[i] for i in theirs] or [nothing]) for theirs in owned]
-    sizes = [len(triangles[i]) for i in own]
-    total, *others = ranks.exchanged(sent, [sum(sizes)] * ranks.size)
-    for part in others:
-        total += part
-    found |= {i: _symmetric(part, shares[i].blocks) for i, part in zip(own, torch.split(total, sizes), strict=True)}
-    diagonals = torch.cat([found[i].diagonal(dim1=-2, dim2=-1).reshape(-1) for i in own] or [nothing])
-    lengths = [[math.prod(shares[i].blocks.shape[:-1]) for i in theirs] for theirs in owned]
-    for theirs, part, own_lengths in zip(
-        owned, ranks.exchanged([diagonals] * ranks.size, list(map(sum, lengths))), lengths, strict=True
-    ):
-        for i, diagonal in zip(theirs, torch.split(part, own_lengths), strict=True):
-            found.setdefault(i, diagonal.view(shares[i].blocks.shape[:-1]))
-    return found
+    sent = [torch.cat([triangles[i] for i in places] or [nothing]) for places in by_owner]
+    total, *others = ranks.exchanged(sent, [len(sent[ranks.rank])] * ranks.size)
+    for values in others:
+        total += values
+    sums |= _matrices(total, owned, triangles, blocks)
+    diagonals = torch.cat([sums[i].diagonal(dim1=-2, dim2=-1).reshape(-1) for i in owned] or [nothing])
+    lengths = [[math.prod(blocks[i].shape[:-1]) for i in places] for places in by_owner]
+    received = ranks.exchanged([diagonals] * ranks.size, list(map(sum, lengths)))
+    for places, values, sizes in zip(by_owner, received, lengths, strict=True):
+        for i, diagonal in zip(places, torch.split(values, sizes), strict=True):
+            sums.setdefault(i, diagonal.view(blocks[i].shape[:-1]))
+    return sums
+
+
+def _matrices(
+    total: Tensor, places: Sequence[int], triangles: Mapping[int, Tensor], blocks: Mapping[int, Blocks]
+) -> dict[int, Tensor]:
+    """Return the matrices, by place, whose triangles were summed in one vector."""
+    parts = torch.split(total, [len(triangles[i]) for i in places])
+    return {i: _symmetric(part, blocks[i]) for i, part in zip(places, parts, strict=True)}
 
 
 def _buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """The places of sizes above zero, in order, in groups whose sizes add up to BUCKET or little more.
+    """Return the places of sizes above zero, in order, in groups whose sizes add up to BUCKET or little more.
 
     >>> _buckets([3, 0, 2])
     [[0, 2]]
     """
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
         if size and room <= 0:
-            found.append([])
+            buckets.append([])
             room = BUCKET
         if size:
-            found[-1].append(place)
+            buckets[-1].append(place)
             room -= size
-    return found
+    return buckets
 
 
-def _mean_of(share: Share, device: torch.device) -> Tensor:
-    if share.moments is None or share.moments.mean is None:
-        return torch.zeros(share.blocks.shape[:-1], dtype=torch.float64, device=device)
-    return share.moments.mean.to(torch.float64)
+def _mean_of(part: Contribution, device: torch.device) -> Tensor:
+    """Return the mean of one rank's observations; zero if it has none."""
+    if part.moments is None or part.moments.mean is None:
+        return torch.zeros(part.blocks.shape[:-1], dtype=torch.float64, device=device)
+    return part.moments.mean.to(torch.float64)
 
 
-def _common_means(shares: Sequence[Share], weights: Tensor, present: Tensor, means: Tensor) -> list[Tensor | None]:
-    """The mean of each side that is centred; weights, present: (ranks, sides); means: (ranks, all features)."""
-    found: list[Tensor | None] = []
+def _common_means(
+    contributions: Sequence[Contribution], weights: Tensor, present: Tensor, means: Tensor
+) -> list[Tensor | None]:
+    """Return the mean of each side, None if not centred; weights, present: (ranks, sides); means: (ranks, features)."""
+    common: list[Tensor | None] = []
     start = 0
-    for i, share in enumerate(shares):
-        if not share.centred:
-            found.append(None)
+    for i, part in enumerate(contributions):
+        if not part.centred:
+            common.append(None)
             continue
-        shape = share.blocks.shape[:-1]
+        shape = part.blocks.shape[:-1]
         end = start + math.prod(shape)
-        own = means[:, start:end].reshape(-1, *shape)
-        first = own[int(present[:, i].argmax())]
+        by_rank = means[:, start:end].reshape(-1, *shape)
+        first = by_rank[int(present[:, i].argmax())]
         counted = weights[:, i] * present[:, i]
-        parts = (counted / counted.sum().clamp(min=1e-300)).view(-1, *(1 for _ in shape))
-        found.append(first + (parts * (own - first)).sum(dim=0))
+        fractions = (counted / counted.sum().clamp(min=1e-300)).view(-1, *[1] * len(shape))
+        common.append(first + (fractions * (by_rank - first)).sum(dim=0))
         start = end
-    return found
+    return common
 
 
-def _scatter_about(share: Share, mean: Tensor | None, device: torch.device) -> Tensor:
-    """The scatter of one rank's observations about the mean of all; zero if it has none."""
-    own = share.moments
-    if own is None:
-        return torch.zeros(share.blocks.shape, dtype=torch.float64, device=device)
-    if mean is None or own.mean is None:
-        return own.scatter
-    away = own.mean - mean
-    return add_outer(own.scatter, away, away, own.weight)
+def _scatter_about(part: Contribution, mean: Tensor | None, device: torch.device) -> Tensor:
+    """Return the scatter of one rank's observations about the mean of all; zero if it has none."""
+    moments = part.moments
+    if moments is None:
+        return torch.zeros(part.blocks.shape, dtype=torch.float64, device=device)
+    if mean is None or moments.mean is None:
+        return moments.scatter
+    shift = moments.mean - mean
+    return add_outer(moments.scatter, shift, shift, moments.weight)
 
 
 def _triangle(scatter: Tensor) -> Tensor:
-    """The upper triangle of a symmetric matrix, or of blocks, as a vector: panels of rows from the diagonal on.
+    """Return the upper triangle of a symmetric matrix, or of blocks, as a vector: panels of rows from the diagonal on.
 
     Panels are copied twenty times as fast as single entries. They have some entries below the diagonal too: 6 % more
     for 1,000 features.
@@ -287,21 +316,24 @@ def _triangle(scatter: Tensor) -> Tensor:
 
 
 def _symmetric(triangle: Tensor, blocks: Blocks) -> Tensor:
-    """The matrix, or the blocks, of such a vector."""
-    found = triangle.new_empty(blocks.shape)
-    parts = [found[..., i : i + PANEL, i:] for i in range(0, blocks.size, PANEL)]
-    for i, (part, values) in enumerate(zip(parts, torch.split(triangle, [p.numel() for p in parts]), strict=True)):
-        part.copy_(values.view(part.shape))
-        below = (i + 1) * PANEL
-        found[..., below:, i * PANEL : below] = part[..., PANEL:].mT
-    return found
+    """Return the matrix, or the blocks, of a vector that `_triangle` returned."""
+    matrix = triangle.new_empty(blocks.shape)
+    start = 0
+    for i in range(0, blocks.size, PANEL):
+        j = i + PANEL
+        panel = matrix[..., i:j, i:]
+        end = start + panel.numel()
+        panel.copy_(triangle[start:end].view(panel.shape))
+        matrix[..., j:, i:j] = panel[..., PANEL:].mT
+        start = end
+    return matrix
 
 
 # Factors --------------------------------------------------------------------------------------------------------------
 
 
 def assigned(costs: Mapping[Key, float], ranks: int) -> dict[Key, int]:
-    """An owner for each item: the costliest first, each to the rank that has the least to do.
+    """Return an owner for each item: the costliest first, each to the rank that has the least to do.
 
     >>> assigned({"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0}, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
@@ -314,8 +346,7 @@ def assigned(costs: Mapping[Key, float], ranks: int) -> dict[Key, int]:
     return {key: owners[key] for key in costs}
 
 
-TENSORS = {"inverse": (), "B": ("s", "error")}  # a factor's state: the key of its tensor, and those of its numbers
-NUMBERS = 7  # sent about a factor: which kind it is (0: none), up to three sizes of its tensor, two numbers, its cost
+NUMBERS = DESCRIPTION + 1  # sent about a factor: its description and its cost
 
 
 def shared(
@@ -345,40 +376,25 @@ def shared(
         return {key: found.get(key) or own.get(key) or remote[key] for key in owners}
     for owner, dtype in sorted({(owners[key], like[key][1].dtype) for key in owners}, key=str):
         keys = [k for k in owners if owners[k] == owner and like[k][1].dtype is dtype and k not in found]
-        sizes = [_shape(numbers[key]) for key in keys]
+        sizes = [described_shape(numbers[key]) for key in keys]
         device = like[keys[0]][1].device if keys else None
         buffer = torch.empty(sum(map(math.prod, sizes)), dtype=dtype, device=device)
         if owner == ranks.rank and keys:
             buffer = torch.cat([_tensor(own[key]).flatten() for key in keys])
         parts = torch.split(ranks.received(buffer, owner), [math.prod(size) for size in sizes]) if keys else ()
         for key, size, part in zip(keys, sizes, parts, strict=True):
-            found[key] = _factor_of(numbers[key], part.view(size), *like[key])
+            state = described_state(numbers[key], part.view(size))
+            found[key] = factor_of_state(cast(dict[str, Any], state), *like[key])
     return {key: found[key] for key in owners}
 
 
 def _described(factor: Factor | WhiteningError | None) -> list[float]:
     if not isinstance(factor, Factor):
         return [0.0] * NUMBERS
-    state = factor.state_dict()
-    kind = next(i for i, name in enumerate(TENSORS) if name in state)
-    name = list(TENSORS)[kind]
-    sizes = [*state[name].shape, 0, 0][:3]
-    values = [state[key] for key in TENSORS[name]]
-    return [kind + 1.0, *map(float, sizes), *[*values, 0.0, 0.0][:2], float(factor.cost)]
+    return [*description(factor), float(factor.cost)]
 
 
 def _tensor(factor: Factor | WhiteningError) -> Tensor:
     assert isinstance(factor, Factor)
-    state = factor.state_dict()
-    found: Tensor = next(state[name] for name in TENSORS if name in state)
-    return found
-
-
-def _shape(numbers: Sequence[float]) -> list[int]:
-    return [int(size) for size in numbers[1:4] if size]
-
-
-def _factor_of(numbers: Sequence[float], tensor: Tensor, blocks: Blocks, like: Tensor) -> Factor:
-    name = list(TENSORS)[int(numbers[0]) - 1]
-    values = dict(zip(TENSORS[name], numbers[4:], strict=False))
-    return factor_of_state({name: tensor} | values, blocks, like)
+    (tensor,) = factor.tensors().values()
+    return tensor

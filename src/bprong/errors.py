@@ -25,24 +25,27 @@ class WhiteningWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warns at the innermost line outside of bprong and torch, however deep the warning arises."""
+    """Warn at the innermost line outside of bprong and torch, however deep the warning arises."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe()))
     inside = takewhile(lambda file: file.startswith(_LIBRARIES), files)
     warnings.warn(message, WhiteningWarning, stacklevel=1 + len(list(inside)))
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what an extra of bprong needs, wherever bprong itself was installed from."""
+    """Return the command that installs what an extra of bprong needs, wherever bprong itself was installed from."""
     try:
         requirements = importlib.metadata.requires("bprong") or []
     except importlib.metadata.PackageNotFoundError:  # the source is on the path, and nothing is installed
         requirements = []
-    parts = (requirement.partition(";") for requirement in requirements)
-    own = (name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'")
-    names = [name for name in own if not name.startswith("bprong[")]  # which may not be what is installed here
-    return "pip install " + (" ".join(map(_quoted, names)) or f"'bprong[{extra}]'")
+    names = []
+    for requirement in requirements:
+        name, _, marker = requirement.partition(";")
+        is_needed = marker.replace('"', "'").strip() == f"extra == '{extra}'"
+        if is_needed and not name.startswith("bprong["):  # which may not be what is installed here
+            names.append(_quoted(name.strip()))
+    return "pip install " + (" ".join(names) or f"'bprong[{extra}]'")
 
 
 def _quoted(requirement: str) -> str:
-    """A requirement as a shell takes it: a version would be read as a file to write to."""
+    """Return a requirement as a shell takes it: a version would be read as a file to write to."""
     return requirement if requirement.replace("_", "").replace("-", "").isalnum() else f"'{requirement}'"

@@ -30,18 +30,19 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
+        """Return the form of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
 def from_owners(
-    ranks: Ranks, owners: Mapping[Key, int], forms: Mapping[Key, Form], own: Mapping[Key, Tensor]
+    ranks: Ranks, owners: Mapping[Key, int], forms: Mapping[Key, Form], owned: Mapping[Key, Tensor]
 ) -> dict[Key, Tensor]:
-    """Tensors from the ranks that own them, on all ranks.
+    """Return tensors from the ranks that own them, on all ranks.
 
     forms: of all tensors, the same on all ranks
-    own:   those that this rank owns
+    owned: those that this rank owns
     """
-    found: dict[Key, Tensor] = {}
+    tensors: dict[Key, Tensor] = {}
     kinds = {(owners[key], form.dtype, form.device) for key, form in forms.items()}
     for kind in sorted(kinds, key=str):
         owner, dtype, device = kind
@@ -49,10 +50,10 @@ def from_owners(
         sizes = [math.prod(forms[key].shape) for key in keys]
         buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
         if owner == ranks.rank:
-            buffer = torch.cat([own[key].reshape(-1) for key in keys])
+            buffer = torch.cat([owned[key].reshape(-1) for key in keys])
         for key, part in zip(keys, torch.split(ranks.received(buffer, owner), sizes), strict=True):
-            found[key] = part.view(forms[key].shape)
-    return {key: found[key] for key in forms}
+            tensors[key] = part.view(forms[key].shape)
+    return {key: tensors[key] for key in forms}
 
 
 @dataclass(frozen=True)
@@ -68,45 +69,39 @@ class Sharding:
     parameters: Mapping[Tensor, int]
 
     def is_own(self, name: str) -> bool:
+        """Return whether this rank owns the layer of this name."""
         return self.owners[name] == self.ranks.rank
 
     def collected(self, values: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
-        """The values of the parameters that this rank owns, whole."""
-        if any(map(is_sliced, values.values())):
-            return _slices_to_owners(self.ranks, self.parameters, values)
-        return {p: value for p, value in values.items() if self.parameters[p] == self.ranks.rank}
+        """Return the values of the parameters that this rank owns, whole."""
+        return _slices_to_owners(self.ranks, self.parameters, values)
 
-    def distributed(self, own: Mapping[Tensor, Tensor], values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """What was computed from values, each by its owner: whole on all ranks or, if values are sliced, their slices.
+    def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return slices of what was computed from values, each by its owner.
 
-        own: for the parameters that this rank owns, whole, in at least float32
+        owned: for the parameters that this rank owns, whole, in at least float32
         """
-        if any(map(is_sliced, values.values())):
-            return _slices_from_owners(self.ranks, self.parameters, own, values)
-        forms = {p: Form(p.shape, _precise(value), value.device) for p, value in values.items()}
-        return from_owners(self.ranks, self.parameters, forms, own)
-
-
-def _precise(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
+        return _slices_from_owners(self.ranks, self.parameters, owned, values)
 
 
 # Slices of parameters -------------------------------------------------------------------------------------------------
 
 
 def is_sliced(tensor: Any) -> bool:
-    """Whether this process has a slice of a tensor only (a DTensor; importing that class takes a second)."""
+    """Return whether this process has a slice of a tensor only (a DTensor; importing that class takes a second)."""
     return hasattr(tensor, "_local_tensor")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The slice that this process has; the tensor itself, if that is not sliced."""
-    found: Tensor = cast(Any, tensor.detach()).to_local() if is_sliced(tensor) else tensor
-    return found
+    """Return the slice that this process has; the tensor itself, if that is not sliced."""
+    if not is_sliced(tensor):
+        return tensor
+    part: Tensor = cast(Any, tensor.detach()).to_local()
+    return part
 
 
 def summed(value: float, of: Iterable[Tensor]) -> float:
-    """The sum over all processes of what each has computed from its slices; the value itself, if nothing is sliced."""
+    """Return the sum over all processes of what each computed from its slices; the value, if nothing is sliced."""
     mesh = next((tensor.device_mesh for tensor in of if is_sliced(tensor)), None)  # type: ignore[attr-defined]
     if mesh is None:
         return value
@@ -116,35 +111,35 @@ def summed(value: float, of: Iterable[Tensor]) -> float:
 
 
 def _lengths(tensor: Any, ranks: int) -> list[int]:
-    """The lengths of the slices of all ranks, along the dimension that is sliced; those of the last may be empty."""
+    """Return the lengths of the slices of all ranks, along the dimension that is sliced; the last may be empty."""
     length = tensor.shape[tensor.placements[0].dim]
     each = -(-length // ranks)
-    return [max(0, min(length, (rank + 1) * each) - rank * each) for rank in range(ranks)]
+    return [min(each, max(0, length - rank * each)) for rank in range(ranks)]
 
 
 def _shapes(tensor: Any, ranks: int) -> list[list[int]]:
-    """The shapes of the slices of all ranks."""
+    """Return the shapes of the slices of all ranks."""
     dim = tensor.placements[0].dim
     return [[*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]] for length in _lengths(tensor, ranks)]
 
 
 def _joined(tensor: Any, slices: Sequence[Tensor]) -> Tensor:
-    """The whole tensor, from vectors with the slices of all ranks."""
+    """Return the whole tensor, from vectors with the slices of all ranks."""
     shapes = _shapes(tensor, len(slices))
     parts = [part.view(shape) for part, shape in zip(slices, shapes, strict=True)]
     return torch.cat(parts, dim=tensor.placements[0].dim)
 
 
 def _sliced_like(tensor: Any, part: Tensor) -> Tensor:
-    """A sliced tensor like another one, from the slice of this process."""
-    found: Tensor = type(tensor).from_local(
+    """Return a sliced tensor like another one, from the slice of this process."""
+    sliced: Tensor = type(tensor).from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    return found
+    return sliced
 
 
 def _by_dtype(values: Mapping[Tensor, Tensor]) -> Iterator[tuple[torch.dtype, list[Tensor]]]:
-    """The parameters whose values have one dtype, in the same order on all ranks."""
+    """Yield each dtype with the parameters whose values have it, in the same order on all ranks."""
     for dtype in sorted({value.dtype for value in values.values()}, key=str):
         yield dtype, [p for p, value in values.items() if value.dtype is dtype]
 
@@ -152,72 +147,89 @@ def _by_dtype(values: Mapping[Tensor, Tensor]) -> Iterator[tuple[torch.dtype, li
 def _slices_to_owners(
     ranks: Ranks, owners: Mapping[Tensor, int], values: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
-    """The whole values of the parameters that this rank owns, from the slices of all ranks."""
-    found: dict[Tensor, Tensor] = {}
+    """Return the whole values of the parameters that this rank owns, from the slices of all ranks."""
+    whole_values: dict[Tensor, Tensor] = {}
     for _, parameters in _by_dtype(values):
-        sent = [
-            torch.cat([local(values[p]).reshape(-1) for p in parameters if owners[p] == rank] or [_nothing(values)])
-            for rank in range(ranks.size)
-        ]
-        own = [p for p in parameters if owners[p] == ranks.rank]
-        sizes = {p: [math.prod(shape) for shape in _shapes(values[p], ranks.size)] for p in own}
-        received = ranks.exchanged(sent, [sum(sizes[p][rank] for p in own) for rank in range(ranks.size)])
-        parts = [torch.split(part, [sizes[p][i] for p in own]) for i, part in enumerate(received)]
-        found |= {p: _joined(values[p], [part[i] for part in parts]) for i, p in enumerate(own)}
-    return {p: found[p] for p in values if p in found}
+        by_owner = _by_owner(ranks, owners, parameters)
+        owned = by_owner[ranks.rank]
+        sent = [_vector([local(values[p]) for p in theirs], values) for theirs in by_owner]
+        sizes = _sizes(ranks, owned, values)
+        received = ranks.exchanged(sent, list(map(sum, sizes)))
+        whole_values |= _joined_slices(owned, values, received, sizes)
+    return {p: whole_values[p] for p in values if p in whole_values}
 
 
 def _slices_from_owners(
-    ranks: Ranks, owners: Mapping[Tensor, int], own: Mapping[Tensor, Tensor], values: Mapping[Tensor, Tensor]
+    ranks: Ranks, owners: Mapping[Tensor, int], owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
-    """Slices of whole tensors, which their owners have, on all ranks; values: sliced alike."""
-    found: dict[Tensor, Tensor] = {}
+    """Return, on all ranks, slices of the whole tensors that their owners have; values: sliced in the same way."""
+    slices: dict[Tensor, Tensor] = {}
     for dtype, parameters in _by_dtype(values):
-        mine = [p for p in parameters if owners[p] == ranks.rank]
-        chunks = {
-            p: torch.split(own[p], _lengths(values[p], ranks.size), dim=values[p].placements[0].dim)  # type: ignore[attr-defined]
-            for p in mine
-        }
-        sent = [
-            torch.cat([chunks[p][rank].reshape(-1) for p in mine] or [_nothing(values)]).to(
-                torch.promote_types(dtype, torch.float32)
+        by_owner = _by_owner(ranks, owners, parameters)
+        chunks = []  # of each tensor that this rank owns, one for each rank
+        for p in by_owner[ranks.rank]:
+            value: Any = values[p]
+            chunks.append(torch.split(owned[p], _lengths(value, ranks.size), dim=value.placements[0].dim))
+        sent = []
+        for rank in range(ranks.size):
+            sent.append(
+                _vector([chunk[rank] for chunk in chunks], values).to(torch.promote_types(dtype, torch.float32))
             )
-            for rank in range(ranks.size)
-        ]
-        by_owner = [[p for p in parameters if owners[p] == rank] for rank in range(ranks.size)]
         sizes = [[local(values[p]).numel() for p in theirs] for theirs in by_owner]
         received = ranks.exchanged(sent, list(map(sum, sizes)))
-        for theirs, part, lengths in zip(by_owner, received, sizes, strict=True):
-            for p, values_of_p in zip(theirs, torch.split(part, lengths), strict=True):
-                found[p] = _sliced_like(values[p], values_of_p.view(local(values[p]).shape))
-    return {p: found[p] for p in values}
-
-
-def _nothing(values: Mapping[Tensor, Tensor]) -> Tensor:
-    return local(next(iter(values.values()))).new_empty(0)
+        for theirs, vector, lengths in zip(by_owner, received, sizes, strict=True):
+            for p, part in zip(theirs, torch.split(vector, lengths), strict=True):
+                slices[p] = _sliced_like(values[p], part.view(local(values[p]).shape))
+    return {p: slices[p] for p in values}
 
 
 def gathered(ranks: Ranks, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """The whole tensors on all ranks, from the slices of all."""
-    found: dict[Tensor, Tensor] = {}
+    """Return the whole tensors on all ranks, from the slices of all."""
+    whole_values: dict[Tensor, Tensor] = {}
     for _, parameters in _by_dtype(values):
-        sizes = [[math.prod(shape) for shape in _shapes(values[p], ranks.size)] for p in parameters]
-        most = max(map(sum, zip(*sizes, strict=True)))
-        own = torch.cat([local(values[p]).reshape(-1) for p in parameters])
-        received = ranks.gathered(torch.cat([own, own.new_zeros(most - len(own))])).to(own.device)
-        rows = [
-            torch.split(row[: sum(lengths)], list(lengths))
-            for row, lengths in zip(received, zip(*sizes, strict=True), strict=True)
-        ]
-        found |= {p: _joined(values[p], [row[i] for row in rows]) for i, p in enumerate(parameters)}
-    return {p: found[p] for p in values}
+        sizes = _sizes(ranks, parameters, values)
+        sent = _vector([local(values[p]) for p in parameters], values)
+        padding = sent.new_zeros(max(map(sum, sizes)) - len(sent))  # vectors of all ranks must have one length
+        received = ranks.gathered(torch.cat([sent, padding])).to(sent.device)
+        vectors = [row[: sum(lengths)] for row, lengths in zip(received, sizes, strict=True)]
+        whole_values |= _joined_slices(parameters, values, vectors, sizes)
+    return {p: whole_values[p] for p in values}
+
+
+def _by_owner(ranks: Ranks, owners: Mapping[Tensor, int], parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters that each rank owns."""
+    return [[p for p in parameters if owners[p] == rank] for rank in range(ranks.size)]
+
+
+def _vector(tensors: Sequence[Tensor], values: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the numbers of some tensors in one vector; without any, an empty one like the values."""
+    if not tensors:
+        return local(next(iter(values.values()))).new_empty(0)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _sizes(ranks: Ranks, parameters: Sequence[Tensor], values: Mapping[Tensor, Tensor]) -> list[list[int]]:
+    """Return how many numbers each rank has of each parameter."""
+    shapes = [_shapes(values[p], ranks.size) for p in parameters]
+    return [[math.prod(shape[rank]) for shape in shapes] for rank in range(ranks.size)]
+
+
+def _joined_slices(
+    parameters: Sequence[Tensor],
+    values: Mapping[Tensor, Tensor],
+    vectors: Sequence[Tensor],
+    sizes: Sequence[Sequence[int]],
+) -> dict[Tensor, Tensor]:
+    """Return whole values from a vector of each rank, with its slices of these sizes."""
+    by_rank = [torch.split(vector, list(lengths)) for vector, lengths in zip(vectors, sizes, strict=True)]
+    return {p: _joined(values[p], [slices[i] for slices in by_rank]) for i, p in enumerate(parameters)}
 
 
 # Models of FSDP2 ------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model was sharded by `fully_shard`."""
+    """Return whether a model was sharded by `fully_shard`."""
     return any(map(_is_fsdp, model.modules()))
 
 
@@ -226,7 +238,7 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def written_type(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as it was written: `fully_shard` makes a subclass, FSDPLinear of Linear."""
+    """Return the class of a module as it was written: `fully_shard` makes a subclass, FSDPLinear of Linear."""
     kinds = type(module).__mro__
     names = [kind.__name__ for kind in kinds]
     return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else kinds[0]
@@ -234,7 +246,7 @@ def written_type(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def whole(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Puts whole parameters into a sharded model; gives them by those that are sliced.
+    """Put whole parameters into a sharded model while the context is active; yield them by those that are sliced.
 
     To be entered by all ranks. They have the precision of the slices, whatever FSDP computes in. In a pass of our own
     FSDP's hooks are not called. Without FSDP this does nothing.
@@ -245,32 +257,32 @@ def whole(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
     reshard(model)
     places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     sliced: dict[Tensor, Tensor] = {p: p.detach() for _, _, p in places}
-    found: dict[Tensor, Tensor] = {
-        p: nn.Parameter(value, p.requires_grad) for p, value in gathered(Ranks.of(model), sliced).items()
-    }
+    parameters: dict[Tensor, Tensor] = {}
+    for p, value in gathered(Ranks.of(model), sliced).items():
+        parameters[p] = nn.Parameter(value, p.requires_grad)
     try:
         for module, name, p in places:
-            setattr(module, name, found[p])
-        yield found
+            setattr(module, name, parameters[p])
+        yield parameters
     finally:
         for module, name, p in places:
             setattr(module, name, p)
 
 
 def reshard(model: nn.Module) -> None:
-    """Leaves each rank its slices. After a forward pass without a backward pass some parameters are still whole."""
+    """Leave each rank its slices. After a forward pass without a backward pass some parameters are still whole."""
     for module in filter(_is_fsdp, model.modules()):
         module.reshard()  # type: ignore[operator]
 
 
 def leaves(model: nn.Module) -> list[Tensor]:
-    """The parameters as autograd sees them when the model runs: of a sharded model FSDP's whole ones.
+    """Return the parameters as autograd sees them when the model runs: of a sharded model FSDP's whole ones.
 
     To be called by all ranks, before the model runs.
     """
     modules = list(filter(_is_fsdp, model.modules()))
     for module in modules:
         module.unshard()  # type: ignore[operator]
-    found: list[Tensor] = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     reshard(model)
-    return found
+    return parameters

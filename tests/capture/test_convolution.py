@@ -93,32 +93,6 @@ def test_one_image_without_a_batch_dimension():
     assert_one_path(One(squeezed=True), One(squeezed=False), x, y)
 
 
-def test_channels_only_is_one_block_that_all_kernel_positions_share():
-    conv = nn.Conv2d(3, 4, 2, padding=1)
-    x = torch.randn(9, 3, 3, 3) + 1
-    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(64, 3))
-    optimizer = bprong.BPRONG(
-        model, "cross_entropy", lr=0.01, options={"channels": True, "average": 0.0}, forward_damping=0.1
-    )
-    F.cross_entropy(model(x), torch.randint(3, (9,))).backward()
-    g_W = conv.weight.grad.clone()
-    g_b = conv.bias.grad.clone()
-    W = conv.weight.detach().clone()
-    b = conv.bias.detach().clone()
-    optimizer.step()
-    layer = optimizer._whitening.layers["0"]
-    patches = F.unfold(x, 2, padding=1).view(9, 3, 4, -1)
-    rows = patches.permute(0, 3, 2, 1).reshape(-1, 3)  # every kernel position of every patch
-    c = rows.mean(0)
-    Z = (rows - c).T @ (rows - c) / len(rows)
-    assert_close(layer.forward.factor.inverse, torch.linalg.inv(Z + 0.1 * torch.eye(3)), 1e-10)
-    centred = g_W - g_b.view(4, 1, 1, 1) * c.view(1, 3, 1, 1)
-    RR = layer.backward.factor.inverse
-    step = torch.einsum("op,pchw,cd->odhw", RR, centred, layer.forward.factor.inverse)
-    assert_close(conv.weight - W, -0.01 * step, 1e-9)
-    assert_close(conv.bias - b, -0.01 * (RR @ g_b) + 0.01 * torch.einsum("ochw,c->o", step, c), 1e-9)
-
-
 @pytest.mark.parametrize("most", [1, 5, 20, 10**6])
 def test_patches_in_chunks_are_the_patches(most):
     z = torch.randn(3, 4, 7, 6)

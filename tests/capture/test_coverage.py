@@ -13,6 +13,7 @@ import bprong
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer
 from bprong.linalg.blocks import Blocks, Limits
 from helpers import assert_close, quick_cases
+from training import EXACT
 
 
 def tensors_in(state):
@@ -51,7 +52,7 @@ def test_the_predicted_memory_is_the_memory_used(name, method):
     predicted = bprong.coverage(model, backward=method is bprong.BPRONG).memory
     kept = {}
     for solver in ("exact", "auto"):
-        optimizer = method(model, "cross_entropy", lr=0.01, solver=solver)
+        optimizer = method(model, "cross_entropy", lr=0.01, options={"solver": solver})
         F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
         held = {"whitening": optimizer._whitening.state_dict(), "rule": dict(optimizer.state)}
@@ -97,14 +98,13 @@ def test_treatments():
     found = {row.parameter: row for row in bprong.coverage(model, max_dim=16).rows}
     assert found["0.weight"].treatment == "two-sided"
     assert found["0.bias"].reason == "with its weight"
-    assert found["1.weight"].treatment == "two-sided, channel-only"
-    assert found["1.weight"].inputs == "8 channels"
+    assert found["1.weight"].treatment == "two-sided, in blocks"
+    assert found["1.weight"].inputs == "24 × 3 blocks"
     assert found["2.weight"].treatment == "frozen"
     assert found["3.weight_hh_l0"].treatment == "fallback: Adam"
     assert found["4.weight"].reason == "in BatchNorm1d"
     assert found["5.parametrizations.weight.original1"].treatment == "fallback: Adam"
     assert {row.treatment for row in bprong.coverage(model[:1], backward=False).rows} == {"forward only"}
-    assert bprong.coverage(model[:2], channels=True).rows[2].treatment == "two-sided, channel-only"
     assert bprong.coverage(nn.Linear(9, 2), max_dim=4).rows[0].treatment == "two-sided, diagonal"
     assert bprong.coverage(nn.Linear(8, 2), max_dim=6).rows[0].treatment == "two-sided, in blocks"
 
@@ -149,8 +149,8 @@ def test_a_lazy_layer_raises_an_error():
 def test_max_dim_must_be_a_positive_whole_number(max_dim):
     with pytest.raises(ValueError, match="max_dim must be a whole number of at least 1"):
         bprong.coverage(nn.Linear(3, 2), max_dim=max_dim)
-    with pytest.raises(ValueError, match="max_dim must be a whole number of at least 1"):
-        bprong.BPRONG(nn.Linear(3, 2), "cross_entropy", lr=0.01, max_dim=max_dim)
+    with pytest.raises(ValueError, match="max_dim'. must be a whole number of at least 1"):
+        bprong.BPRONG(nn.Linear(3, 2), "cross_entropy", lr=0.01, options={"max_dim": max_dim})
 
 
 # Too wide to factor ---------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_a_side_in_blocks_is_the_block_diagonal_of_the_whole(max_dim):
         y = torch.arange(30) % 6
         W = model.weight.detach().clone()
         b = model.bias.detach().clone()
-        optimizer = stepped(model, x, y, lr=0.1, options={"fisher": "exact", "average": 0.0}, max_dim=max_dim)
+        optimizer = stepped(model, x, y, lr=0.1, options=EXACT | {"max_dim": max_dim})
         p = F.linear(x, W, b).softmax(-1)
         Z = torch.cov(x.T, correction=0)
         D = (torch.diag_embed(p) - p[..., None] * p[:, None]).mean(0)

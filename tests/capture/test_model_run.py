@@ -219,7 +219,7 @@ def test_the_error_for_a_mapping_without_logits_lists_its_keys():
         def forward(self, x):
             return {"scores": self.layer(x)}
 
-    with pytest.raises(TypeError, match="The model returns scores. Name it with output="):
+    with pytest.raises(TypeError, match="The model returns scores. Name it with options={'output'"):
         measure(Named(), torch.randn(4, 5))
 
 

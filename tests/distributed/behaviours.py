@@ -90,16 +90,14 @@ def resumed(rank, size):
 def saved_for_one_process(rank, size):
     """A distributed checkpoint after 10 steps, as a state dict of rank 0, and the parameters after 20."""
     found = {}
-    for sharded in (False, True):
-        for name, arguments in RULES.items():
-            options = {"fisher": "exact", "sharded": sharded}
-            model, optimizer, step = training(options=options, **arguments)
-            for t in range(10):
-                step(t)
-            state = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
-            for t in range(10, 20):
-                step(t)
-            found[name, sharded] = state, parameters(model)
+    for name, arguments in RULES.items():
+        model, optimizer, step = training(options={"fisher": "exact"}, **arguments)
+        for t in range(10):
+            step(t)
+        state = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
+        for t in range(10, 20):
+            step(t)
+        found[name] = state, parameters(model)
     return found
 
 
@@ -210,25 +208,6 @@ def nothing_counted(rank, size):
     criterion(model(x), y if rank == 0 else y.fill_(-100)).backward()
     optimizer.step()
     return optimizer._whitening.layers["0"].forward.observations
-
-
-def sharded_and_extended(rank, size):
-    """A module that is added during training, with factors divided among ranks."""
-    inner = made(Case())
-    model = DistributedDataParallel(inner)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = bprong.BPRONG(inner, criterion, lr=0.05, every=3, options={"sharded": True, "fisher": "exact"})
-    for t in range(12):
-        if t == 5:
-            torch.manual_seed(3)
-            inner.append(nn.Linear(3, 3).double())
-            model = DistributedDataParallel(inner)
-            optimizer.add_param_group({"params": list(inner[-1].parameters())})
-        optimizer.zero_grad()
-        x, y = data(Case(), rank, t, 0)
-        criterion(model(x), y).backward()
-        optimizer.step()
-    return parameters(inner)
 
 
 def automatic_by_hand(rank, size):

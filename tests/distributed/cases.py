@@ -93,7 +93,7 @@ CASES = {
     "sum": Case(arguments=fixed(lr=0.002), reduction="sum"),
     "uneven": Case(arguments=fixed(), sizes=(12, 7, 3)),
     "accumulation": Case(arguments=fixed(), accumulate=3, steps=20),
-    "low rank": Case(model=wide, arguments=fixed(solver="low-rank")),
+    "low rank": Case(model=wide, arguments=fixed(options=EXACT | {"solver": "low-rank"})),
     "convolutions": Case(model=convolutions, arguments=fixed()),
     "transformer": Case(model=Transformer, arguments=fixed(momentum=0.9)),
     "idle expert": Case(model=Experts, arguments=fixed(), sort=True),
@@ -107,15 +107,6 @@ CASES = {
     "auto, uneven": Case(arguments={"options": EXACT}, sizes=(12, 7, 3), steps=60),
     "auto, clipping": Case(arguments={"options": EXACT}, clip=0.05, steps=60),
     "auto, accumulation": Case(arguments={"options": EXACT}, accumulate=2, steps=30),
-}
-
-SHARDED = {"options": EXACT | {"sharded": True}}
-CASES |= {
-    "sharded": Case(arguments=fixed(momentum=0.9) | SHARDED),
-    "sharded, drift": Case(model=Transformer, arguments={"lr": 0.05} | SHARDED),
-    "sharded, low rank": Case(model=wide, arguments=fixed(solver="low-rank") | SHARDED),
-    "sharded, spectral": Case(model=Transformer, arguments={"lr": 0.01, "step": "spectral"} | SHARDED),
-    "sharded, auto": Case(model=convolutions, arguments=SHARDED, steps=60),
 }
 
 
@@ -169,4 +160,4 @@ def paths(rank, size, names=tuple(CASES)):
 
 
 def some_paths(rank, size):
-    return paths(rank, size, ("drift", "uneven", "idle expert", "spectral", "auto", "sharded, drift"))
+    return paths(rank, size, ("drift", "uneven", "idle expert", "spectral", "auto"))

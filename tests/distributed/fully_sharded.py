@@ -106,7 +106,7 @@ def memory(rank, size):
         sides = [side for layer in layers.values() if layers.is_own(layer) for side in layer.sides]
         return sum(side.factor.inverse.nbytes + side.moments.scatter.nbytes for side in sides)
 
-    case = Case(arguments={"lr": 0.05, "every": 5, "solver": "exact"})
+    case = Case(arguments={"lr": 0.05, "every": 5, "options": {"solver": "exact"}})
     _, optimizer, step = training(case)
     step(0)
     own = held(optimizer)

@@ -13,7 +13,7 @@ from bprong.linalg.blocks import Blocks
 from helpers import assert_close
 
 SLOW = (
-    "ranks_seeded_differently", "a_batch_that_is_not_finite", "clipped", "nothing_counted", "sharded_and_extended",
+    "ranks_seeded_differently", "a_batch_that_is_not_finite", "clipped", "nothing_counted",
     "automatic_by_hand", "copies", "a_rank_that_does_not_arrive",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_a_run_resumes_bit_for_bit(found, way):
 
 def test_a_checkpoint_of_two_processes_goes_on_in_one(found):
     case = Case()
-    for (name, sharded), (state, expected) in found["saved_for_one_process"][0].items():
+    for name, (state, expected) in found["saved_for_one_process"][0].items():
         model = made(case)
         optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), options={"fisher": "exact"}, **behaviours.RULES[name])
         model.load_state_dict(state[0])
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(found):
             x, y = (torch.cat(parts) for parts in zip(*(data(case, rank, t, 0) for rank in range(2)), strict=True))
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        assert_close(parameters(model), expected, 1e-9, f"{name}, sharded={sharded}")
+        assert_close(parameters(model), expected, 1e-9, name)
 
 
 @pytest.mark.rest
@@ -114,10 +114,6 @@ def test_a_rank_whose_targets_do_not_count_adds_nothing(found_slowly):
 
 
 @pytest.mark.rest
-def test_a_layer_added_to_sharded_ones_is_assigned_too(found_slowly):
-    assert same(found_slowly["sharded_and_extended"])
-
-
 @pytest.mark.rest
 def test_automatic_steps_with_gradients_averaged_by_hand(found_slowly):
     (first, warned), (second, _) = found_slowly["automatic_by_hand"]

@@ -4,12 +4,14 @@ import importlib
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true"}
 sys.path.insert(0, os.path.dirname(__file__))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 # Deprecations inside the packages, and advice about the size of a machine: none of it is about bprong.
 IGNORED = (

@@ -64,10 +64,10 @@ def test_loss_and_logits_as_a_model_returns_them(settings: dict[str, Any]) -> No
 
 
 def test_a_tuple_with_the_loss_first() -> None:
-    """With return_dict=False the loss comes first and the logits second, which `output=1` says."""
+    """With return_dict=False the loss comes first and the logits second, which `output` says."""
     model = llama().double()
     plain = Reads(copy.deepcopy(model))
-    optimizer = optimizer_of(model, output=1)
+    optimizer = optimizer_of(model, options=EXACT | {"output": 1})
     train(model, optimizer, language_batches(5), lambda model, batch: model(**batch, return_dict=False)[0])
     train(plain, optimizer_of(plain), language_batches(5), outside)
     assert_same_path(snapshot(model), snapshot(plain), 1e-6)
@@ -108,7 +108,7 @@ def test_keyword_calls_and_dict_batches(how: str, settings: dict[str, Any]) -> N
 
 
 def test_question_answering() -> None:
-    """Two heads are two targets for each example: `output=` takes a function that puts their logits together."""
+    """Two heads are two targets for each example: `output` takes a function that puts their logits together."""
     model = question_answering().double()
     plain = Reads(copy.deepcopy(model), start_and_end)
 
@@ -116,7 +116,7 @@ def test_question_answering() -> None:
         y = torch.stack((batch["start_positions"], batch["end_positions"]), 1)
         return F.cross_entropy(model(input_ids=batch["input_ids"]).flatten(0, 1), y.flatten())
 
-    train(model, optimizer_of(model, output=start_and_end), [spans()] * 5, inside)
+    train(model, optimizer_of(model, options=EXACT | {"output": start_and_end}), [spans()] * 5, inside)
     train(plain, optimizer_of(plain), [spans()] * 5, loss_of_both)
     assert_same_path(snapshot(model), snapshot(plain), 1e-9)
 
@@ -124,7 +124,7 @@ def test_question_answering() -> None:
 def test_question_answering_without_a_learning_rate() -> None:
     """Under lr="auto" the loss inside a question-answering model falls as it does when it is computed outside."""
     model = question_answering().double()
-    losses = train(model, optimizer_of(model, lr="auto", options={}, output=start_and_end), [spans()] * 15, inside)
+    losses = train(model, optimizer_of(model, lr="auto", options={"output": start_and_end}), [spans()] * 15, inside)
     assert losses[-1] < 0.3 * losses[0]
 
 
@@ -134,7 +134,7 @@ def test_question_answering_without_a_learning_rate() -> None:
     ids=["key", "index", "callable"],
 )
 def test_the_output_that_the_loss_is_of_can_be_named(output: Any) -> None:
-    """`output=` is a key, an index among what the model returns, or a function of it."""
+    """`output` is a key, an index among what the model returns, or a function of it."""
     model = question_answering().double()
     plain = Reads(copy.deepcopy(model), lambda output: output.end_logits)
 
@@ -142,7 +142,7 @@ def test_the_output_that_the_loss_is_of_can_be_named(output: Any) -> None:
         found = model(input_ids=batch["input_ids"])
         return F.cross_entropy(found if model is plain else found.end_logits, batch["end_positions"])
 
-    train(model, optimizer_of(model, output=output), [spans()] * 5, loss_of_the_end)
+    train(model, optimizer_of(model, options=EXACT | {"output": output}), [spans()] * 5, loss_of_the_end)
     train(plain, optimizer_of(plain), [spans()] * 5, loss_of_the_end)
     assert_same_path(snapshot(model), snapshot(plain), 1e-9)
 
@@ -159,7 +159,7 @@ def test_outputs_without_a_name_are_those_that_a_loss_inside_is_given() -> None:
 def test_an_output_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
     """A key that the model does not return is named in the error together with the keys that it returns."""
     model = question_answering()
-    optimizer = optimizer_of(model, output="stop_logits")
+    optimizer = optimizer_of(model, options=EXACT | {"output": "stop_logits"})
     with pytest.raises((KeyError, ValueError, TypeError), match="(?s)stop_logits.*end_logits"):
         train(model, optimizer, [spans()], inside)
 

@@ -1,4 +1,4 @@
-"""bprong.skorch: skorch's networks give BPRONG the module and the criterion, and stay scikit-learn's estimators."""
+"""The networks of examples/with_skorch.py give BPRONG module and criterion, and stay scikit-learn's estimators."""
 
 from __future__ import annotations
 
@@ -17,12 +17,23 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import bprong
-from bprong.skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from helpers import assert_unchanged, classification, snapshot
+from with_skorch import GivesModule, NeuralNetClassifier
 
 X, Y = (values.numpy() for values in classification(60, 5, 3))
 X = X.astype("float32")
-SETTINGS: dict[str, Any] = {"max_epochs": 4, "batch_size": 20, "train_split": None, "verbose": 0}
+SETTINGS: dict[str, Any] = {
+    "optimizer": bprong.BPRONG, "lr": "auto", "max_epochs": 4, "batch_size": 20, "train_split": None, "verbose": 0
+}  # fmt: skip
+CLASSES = SETTINGS | {"criterion": nn.CrossEntropyLoss}
+
+
+class NeuralNetBinaryClassifier(GivesModule, skorch.NeuralNetBinaryClassifier):
+    pass
+
+
+class NeuralNetRegressor(GivesModule, skorch.NeuralNetRegressor):
+    pass
 
 
 class Perceptron(nn.Module):
@@ -39,7 +50,7 @@ class Perceptron(nn.Module):
 
 @pytest.mark.parametrize("lr", [0.05, "auto"])
 def test_a_network_takes_the_path_of_a_plain_loop(lr: Any) -> None:
-    net = NeuralNetClassifier(Perceptron, lr=lr, optimizer__every=2, **SETTINGS).fit(X, Y)
+    net = NeuralNetClassifier(Perceptron, optimizer__every=2, **CLASSES | {"lr": lr}).fit(X, Y)
     model = Perceptron()
     criterion = nn.CrossEntropyLoss()
     optimizer = bprong.BPRONG(model, criterion, lr=lr, every=2)
@@ -56,13 +67,13 @@ def test_all_kinds_of_networks_learn() -> None:
     numbers = X[:, :1] - X[:, 1:2]
     binary = NeuralNetBinaryClassifier(Perceptron, module__outputs=1, module__squeezed=True, **SETTINGS)
     regressor = NeuralNetRegressor(Perceptron, module__outputs=1, **SETTINGS)
-    for net, y in ((NeuralNetClassifier(Perceptron, **SETTINGS), Y), (binary, labels), (regressor, numbers)):
+    for net, y in ((NeuralNetClassifier(Perceptron, **CLASSES), Y), (binary, labels), (regressor, numbers)):
         losses = net.fit(X, y).history[:, "train_loss"]
         assert losses[-1] < 0.8 * losses[0]
 
 
 def test_a_pipeline_in_a_grid_search() -> None:
-    pipeline = make_pipeline(StandardScaler(), NeuralNetClassifier(Perceptron, **SETTINGS))
+    pipeline = make_pipeline(StandardScaler(), NeuralNetClassifier(Perceptron, **CLASSES))
     grid = {"neuralnetclassifier__lr": ["auto", 0.05], "neuralnetclassifier__module__width": [4, 6]}
     search = GridSearchCV(pipeline, grid, cv=2, error_score="raise").fit(X, Y)
     assert search.best_score_ > 0.7
@@ -71,7 +82,7 @@ def test_a_pipeline_in_a_grid_search() -> None:
 
 def test_clones_pickles_and_checkpoints(tmp_path: Path) -> None:
     """A clone has the settings; a network that was pickled or saved in mid-training goes on bit for bit."""
-    net = NeuralNetClassifier(Perceptron, lr=0.05, optimizer__momentum=0.5, **SETTINGS)
+    net = NeuralNetClassifier(Perceptron, optimizer__momentum=0.5, **CLASSES | {"lr": 0.05})
     assert clone(net).get_params()["optimizer__momentum"] == 0.5
     net.fit(X, Y)
     files = {f"f_{name}": tmp_path / f"{name}.pt" for name in ("params", "optimizer")}
@@ -87,13 +98,13 @@ def test_clones_pickles_and_checkpoints(tmp_path: Path) -> None:
 
 def test_parameter_groups_by_name() -> None:
     groups = [("net.0*", {"lr": 0.01})]
-    net = NeuralNetClassifier(Perceptron, lr=0.05, optimizer__param_groups=groups, **SETTINGS).fit(X, Y)
+    net = NeuralNetClassifier(Perceptron, optimizer__param_groups=groups, **CLASSES | {"lr": 0.05}).fit(X, Y)
     assert [group["lr"] for group in net.optimizer_.param_groups] == [0.01, 0.05]
 
 
-def test_skorchs_own_network_fails_with_a_message_that_names_ours() -> None:
-    with pytest.raises(TypeError, match="bprong.skorch"):
-        skorch.NeuralNetClassifier(Perceptron, optimizer=bprong.BPRONG, **SETTINGS).fit(X, Y)
+def test_skorchs_own_network_fails_with_a_message_that_names_the_example() -> None:
+    with pytest.raises(TypeError, match="with_skorch"):
+        skorch.NeuralNetClassifier(Perceptron, **CLASSES).fit(X, Y)
 
 
 def test_probabilities_instead_of_logits_are_noticed() -> None:

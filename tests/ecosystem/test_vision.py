@@ -38,23 +38,23 @@ def residual_network(package: str) -> nn.Module:
 
 @pytest.mark.parametrize(("package", "lr"), [("torchvision", "auto"), ("timm", 0.01)])
 def test_residual_networks_learn(package: str, lr: Any) -> None:
-    """By default the widest convolutions are whitened over channels with low-rank inverses, and the network learns."""
+    """By default the inputs of the widest convolutions are whitened in blocks, and the network learns."""
     model = residual_network(package)
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr)
     losses = train(model, optimizer, [images()] * 3, loss_of)
     assert losses[-1] < 0.9 * losses[0]
-    assert any("channel-only" in row.treatment for row in bprong.coverage(model).rows)
+    assert any("in blocks" in row.treatment for row in bprong.coverage(model).rows)
 
 
-def test_low_rank_inverses_over_channels() -> None:
-    """Where all channels are kept in the low-rank inverse of a narrow network, its step is close to the exact one."""
+def test_low_rank_inverses_of_convolutions() -> None:
+    """The step of a narrow network through low-rank inverses is close to the exact one."""
     moved = []
     for solver in ("exact", "low-rank"):
         torch.manual_seed(1)
         model = timm.create_model("test_resnet", num_classes=CLASSES)
         before = snapshot(model)
-        options = {"channels": True, "fisher": "exact", "average": 0.0}
-        optimizer = bprong.BPRONG(model, "cross_entropy", lr=1e-3, solver=solver, options=options)
+        options = {"fisher": "exact", "average": 0.0, "solver": solver}
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=1e-3, options=options)
         train(model, optimizer, [images()], loss_of)
         moved.append(updates(model, before))
     assert_close(moved[1], moved[0], 0.1)

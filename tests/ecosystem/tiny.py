@@ -182,12 +182,6 @@ def updates(model: nn.Module, before: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([(value - before[name]).flatten().double() for name, value in snapshot(model).items()])
 
 
-def factors(optimizer: bprong.BPRONG) -> dict[str, list[Tensor]]:
-    """The inverses (Ž+ε)⁻¹ and (D+ε)⁻¹ of each layer."""
-    layers = optimizer._whitening.layers
-    return {name: [side.factor.inverse for side in layer.sides] for name, layer in layers.items()}
-
-
 def whitened_share(optimizer: bprong.BPRONG, model: nn.Module) -> float:
     """The share of a model's numbers in parameters that are whitened."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}

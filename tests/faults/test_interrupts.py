@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -63,11 +64,14 @@ def at_call(k: int | None, work: Callable[[], object]) -> int:
             if count == k:
                 signal.raise_signal(signal.SIGINT)
 
+    gc.collect()
+    gc.disable()  # what it calls at a moment of its own would count too, so that runs of the same work would differ
     sys.setprofile(profile)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -98,7 +98,7 @@ def test_what_a_model_returns_in_eval_mode_does_not_matter() -> None:
             return {"out": logits, "features": x} if self.training else logits
 
     model = Two()
-    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), output="out")
+    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), options={"output": "out"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, batches(*MANY, 400, 3), loss=lambda found, y: F.cross_entropy(found["out"], y))
@@ -305,6 +305,7 @@ def test_no_hooks_gather_on_a_parameter_that_the_model_returns() -> None:
             return self.body(x) * self.scale, self.scale
 
     model = Returning()
-    optimizer = bprong.BPRONG(model, "cross_entropy", **EVERY, output=lambda returned: returned[0] * 1.0)
+    options = EXACT | {"output": lambda returned: returned[0] * 1.0}
+    optimizer = bprong.BPRONG(model, "cross_entropy", **EVERY | {"options": options})
     train(model, optimizer, [(X, Y)] * 4, loss=lambda found, y: F.cross_entropy(found[0], y))
     assert not model.scale._backward_hooks

@@ -18,6 +18,7 @@ import bprong
 from bprong.errors import WhiteningWarning
 from helpers import assert_close, assert_unchanged, classification, mlp, quick_cases, snapshot
 from paths import Rate, path, seeded
+from training import EXACT
 
 RATES = pytest.mark.parametrize("lr", [0.1, "auto"])
 X, Y = classification(60, 5, 3)
@@ -255,7 +256,7 @@ class Several(nn.Module):
         return a if self.packed is None else self.packed(z, a)
 
 
-PACKED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any, Callable[[Any], Tensor]]] = {  # packed, output=, by hand
+PACKED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any, Callable[[Any], Tensor]]] = {  # packed, output, by hand
     "key": (lambda z, a: {"hidden": z, "prediction": a}, "prediction", lambda out: out["prediction"]),
     "number as key": (lambda z, a: {0: z, 7: a}, 7, lambda out: out[7]),
     "index of a tuple": (lambda z, a: (z, a), 1, lambda out: out[1]),
@@ -281,7 +282,7 @@ def test_a_named_output_is_as_the_only_one(lr: Rate, way: str) -> None:
     expected = path(seeded(lambda: Several(None)), criterion, lr, lambda model: criterion(model(X), Y).backward())
     ours = path(
         seeded(lambda: Several(packed)), criterion, lr, lambda model: criterion(chosen(model(X)), Y).backward(),
-        output=output,
+        options=EXACT | {"output": output},
     )  # fmt: skip
     assert_unchanged(expected, ours)
 
@@ -294,7 +295,7 @@ def test_prong_takes_an_output_too() -> None:
     )  # fmt: skip
     ours = path(
         seeded(lambda: Several(packed)), "cross_entropy", "auto",
-        lambda model: F.cross_entropy(chosen(model(X)), Y).backward(), bprong.PRONG, options=None, output=output,
+        lambda model: F.cross_entropy(chosen(model(X)), Y).backward(), bprong.PRONG, options={"output": output},
     )  # fmt: skip
     assert_unchanged(expected, ours)
 
@@ -337,7 +338,7 @@ def test_two_outputs_of_one_loss_may_be_stacked_by_a_function(lr: Rate) -> None:
     expected = path(seeded(lambda: Answers(stacked=True)), "cross_entropy", lr, both)
     ours = path(
         seeded(lambda: Answers(stacked=False)), "cross_entropy", lr,
-        lambda model: two_losses(model).backward(), output=stacked,
+        lambda model: two_losses(model).backward(), options=EXACT | {"output": stacked},
     )  # fmt: skip
     for name, value in expected.items():
         assert_close(ours[name], value, 1e-9, name)
@@ -347,7 +348,7 @@ def test_two_outputs_of_one_loss_are_named_together() -> None:
     """The targets of both calls are known, and training lowers their mean."""
     model = seeded(lambda: Answers(stacked=False))
     optimizer = bprong.BPRONG(
-        model, "cross_entropy", lr="auto", output=lambda out: (out["start_logits"], out["end_logits"])
+        model, "cross_entropy", options={"output": lambda out: (out["start_logits"], out["end_logits"])}
     )
     losses = []
     with warnings.catch_warnings():
@@ -368,7 +369,7 @@ def test_two_outputs_of_one_loss_are_named_together() -> None:
 
 @RATES
 def test_a_mapping_without_logits_asks_for_the_name_of_the_output(lr: Rate) -> None:
-    with pytest.raises((TypeError, ValueError, RuntimeError), match="output="):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="'output'"):
         path(
             seeded(lambda: Several(lambda z, a: {"hidden": z, "other": a})), "categorical", lr,
             lambda model: (-model(X)["other"].log_softmax(-1)[torch.arange(60), Y].mean()).backward(),
@@ -377,16 +378,16 @@ def test_a_mapping_without_logits_asks_for_the_name_of_the_output(lr: Rate) -> N
 
 @pytest.mark.parametrize("output", ["absent", 5, lambda out: out["absent"], lambda out: "no tensor"])
 def test_an_output_that_is_not_there_is_an_error_that_names_the_argument(output: Any) -> None:
-    with pytest.raises((TypeError, ValueError, RuntimeError), match="output="):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="'output'"):
         path(
             seeded(lambda: Several(lambda z, a: {"hidden": z, "other": a})), "cross_entropy", 0.1,
-            lambda model: F.cross_entropy(model(X)["other"], Y).backward(), output=output,
+            lambda model: F.cross_entropy(model(X)["other"], Y).backward(), options=EXACT | {"output": output},
         )  # fmt: skip
 
 
 def test_an_output_of_another_kind_is_refused_when_the_optimizer_is_made() -> None:
     with pytest.raises(TypeError, match=r"output.*1\.5"):
-        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.1, output=1.5)
+        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.1, options={"output": 1.5})
 
 
 @RATES
@@ -401,7 +402,7 @@ def test_a_first_output_that_the_loss_is_not_of_is_not_taken_for_it(lr: Rate) ->
             lambda model: F.cross_entropy(model(X).prediction, Y).backward(),
         )  # fmt: skip
     except (TypeError, ValueError, RuntimeError, bprong.WhiteningWarning) as error:
-        assert "output=" in str(error)  # noqa: PT017  # either of the two will do
+        assert "'output'" in str(error)  # noqa: PT017  # either of the two will do
     else:
         assert_unchanged(expected, ours)
 

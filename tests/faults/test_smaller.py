@@ -37,7 +37,7 @@ def test_tiny_gradients_are_not_zero(dtype: torch.dtype, factor: float, width: i
         model = nn.Linear(width, 3, dtype=dtype)
         with torch.no_grad():
             model.weight /= width**0.5
-        optimizer = bprong.PRONG(model, lr=2.0**-3 / scale, max_dim=64)
+        optimizer = bprong.PRONG(model, lr=2.0**-3 / scale, options={"max_dim": 64})
         before = model.weight.detach().clone()
         (F.cross_entropy(model(x), y) * scale).backward()
         assert model.weight.grad.any()
@@ -87,8 +87,8 @@ def test_a_side_of_prime_width_is_whitened_in_blocks(groups: list[int], kind: ty
         torch.manual_seed(1)
         model = nn.Linear(sum(groups), 3, dtype=torch.float64)
         optimizer = kind(
-            model, "cross_entropy", lr=0.1, max_dim=max_dim, solver="exact",
-            options=EXACT if kind is bprong.BPRONG else None,
+            model, "cross_entropy", lr=0.1,
+            options=(EXACT if kind is bprong.BPRONG else {}) | {"max_dim": max_dim, "solver": "exact"},
         )  # fmt: skip
         before = model.weight.detach().clone()
         F.cross_entropy(model(x), y).backward()
@@ -102,7 +102,7 @@ def test_a_prime_width_above_max_dim_is_not_diagonal(width: int) -> None:
     """Neither as inputs nor as outputs, and neither in the preview nor in the report."""
     model = nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, width)).double()
     assert "diagonal" not in str(bprong.coverage(model, max_dim=100))
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, max_dim=100)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options={"max_dim": 100})
     x = torch.randn(20, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     F.cross_entropy(model(x), torch.arange(20)).backward()
     optimizer.step()
@@ -113,7 +113,7 @@ def test_a_prime_width_above_max_dim_is_not_diagonal(width: int) -> None:
 def test_blocks_of_a_prime_width_take_no_more_memory_than_one_block_of_max_dim() -> None:
     """As for every other width, to within a block."""
     model = nn.Linear(997, 4).double()
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, max_dim=100)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, options={"max_dim": 100})
     x = torch.randn(20, 997, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     F.cross_entropy(model(x), torch.arange(20) % 4).backward()
     optimizer.step()
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_a_prime_width_continues_bit_for_bit() -> None:
     def made() -> tuple[nn.Module, bprong.BPRONG]:
         torch.manual_seed(1)
         model = mlp(13, 11, 3)
-        return model, bprong.BPRONG(model, "cross_entropy", lr=0.1, every=2, max_dim=8)
+        return model, bprong.BPRONG(model, "cross_entropy", lr=0.1, every=2, options={"max_dim": 8})
 
     def step(model: nn.Module, optimizer: bprong.BPRONG) -> None:
         optimizer.zero_grad()

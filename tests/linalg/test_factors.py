@@ -29,13 +29,9 @@ SIDES = {
     "groups": Blocks(3, groups=2),
     "blocks": Blocks(2, 3),
     "blocks of groups": Blocks(2, 2, groups=2),
-    "channels": Blocks(3, positions=2),
-    "channels of groups": Blocks(3, groups=2, positions=2),
-    "blocks of channels": Blocks(2, 2, groups=2, positions=3),
     "diagonal": Blocks(1, 6),
     "diagonal of groups": Blocks(1, 3, groups=2),
     "one feature in each group": Blocks(1, groups=4),
-    "diagonal of channels": Blocks(1, 3, groups=2, positions=2),
 }
 LOW_RANK = "low rank"
 FORMS = pytest.mark.parametrize("form", [*SIDES, LOW_RANK])
@@ -66,8 +62,7 @@ def inverse_of(factor):
 def explicit(factor, blocks):
     """The block-diagonal matrix of each group, (groups, features, features)."""
     split = inverse_of(factor).reshape(blocks.groups, blocks.count, blocks.size, blocks.size)
-    positions = torch.eye(blocks.positions, dtype=f64)
-    return torch.stack([torch.kron(torch.block_diag(*group), positions) for group in split])
+    return torch.stack([torch.block_diag(*group) for group in split])
 
 
 def matrix(blocks, *shape):

@@ -226,19 +226,6 @@ def test_the_moments_of_blocks_are_the_diagonal_blocks_of_the_whole():
     assert_close(feature_means(split.mean, blocks), whole.mean, 1e-14)
 
 
-def test_positions_count_as_rows_of_their_channels():
-    """Two groups of three channels, each seen at four positions: features are ordered (group, channel, position)."""
-    values = rows(10, 24).view(10, 2, 12)
-    blocks = Blocks(3, groups=2, positions=4)
-    split = input_moments(block_rows(values, blocks), blocks=blocks.lead)
-    assert split.weight == 40
-    channels = values.view(10, 2, 3, 4).permute(1, 0, 3, 2).reshape(2, 40, 3)
-    for group in range(2):
-        assert_close(split.second[group], input_moments(channels[group]).second, 1e-13)
-    means = channels.mean(1).repeat_interleave(4, dim=1)
-    assert_close(feature_means(split.mean, blocks), means, 1e-13)
-
-
 def test_counted_indices_are_the_moments_of_one_hot_rows():
     indices = torch.tensor([[0, 2, 2], [1, 2, 0]])
     sums = Sums(centre=False)

@@ -68,9 +68,9 @@ def test_matrices_of_many_shapes_at_once():
     B = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64))[0] * 0.5
     M = torch.randn(4, 6, dtype=torch.float64)
     matrices += [M, M, M]
-    metrics += [Metric(None, LowRank(B, 2.0)), Metric(), Metric(None, metrics[0].right)]
+    metrics += [Metric(None, LowRank(B, 2.0)), Metric(), Metric(None, metrics[0].inputs)]
     eye = torch.eye(6, dtype=torch.float64)
-    Qs = [eye / 2 - B @ B.T, eye, metrics[0].right.inverse]
+    Qs = [eye / 2 - B @ B.T, eye, metrics[0].inputs.inverse]
     expected += [by_definition(M, torch.eye(4, dtype=torch.float64), Q) for Q in Qs]
     order = torch.randperm(len(matrices)).tolist()
     shuffled = [matrices[i] for i in order]

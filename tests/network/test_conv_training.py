@@ -9,8 +9,10 @@ import torch.nn.functional as F
 import bprong
 from bprong.likelihood.families import Categorical
 from bprong.network.layers import WhitenedLayer
+from bprong.optim import Periods
 from convolutions import FORMS, batch, f64, moved, net, rows, sides
 from helpers import assert_close
+from training import EXACT
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -114,22 +116,6 @@ def test_after_a_refresh_inputs_and_errors_are_white():
             assert_close(matrix @ (second + eps * eye) @ matrix.mT, eye, 1e-7)
 
 
-def test_with_channels_all_kernel_positions_share_U_and_c():
-    x, _ = batch()
-    plain = net()
-    model = bprong.whiten_(copy.deepcopy(plain), channels=True)
-    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", forward_damping=1e-6).step(
-        x
-    )
-    z = (
-        rows(plain[2], plain[:2](x)).reshape(-1, 4, 4).mT.reshape(-1, 4)
-    )  # (channels, kernel positions) → rows of channels
-    assert_close(model[2].c, z.mean(0), 1e-12)
-    Z = torch.cov(z.T, correction=0) + 1e-6 * torch.eye(4)
-    assert_close(model[2].U @ Z @ model[2].U.T, torch.eye(4), 1e-8)
-    assert model[0].U.shape == (2, 1, 1)
-
-
 def test_without_a_trainable_bias_nothing_is_centred():
     x, _ = batch()
     model = bprong.whiten_(net(bias=False))
@@ -155,12 +141,13 @@ def test_the_optimizer_follows_the_same_path_as_the_paper_network(form, momentum
     plain = net()
     model = bprong.whiten_(copy.deepcopy(plain), **FORMS[form])
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    schedule = {"forward_every": 6, "forward_offset": 0, "backward_every": 6, "backward_offset": 3, "fisher": "exact"}
+    schedule = {"forward_every": 6, "forward_offset": 0, "backward_every": 6, "backward_offset": 3}
     damping = {"forward_damping": 0.5, "backward_damping": 0.5}
-    rewhitening = bprong.Rewhitening(model, sgd, "cross_entropy", solver="cholesky", **schedule, **damping)
-    arguments = damping | {"max_dim": FORMS[form].get("max_dim", 4096)}
-    options = schedule | {"average": 0.0, "channels": FORMS[form].get("channels", False)}
-    optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.01, momentum=momentum, options=options, **arguments)
+    rewhitening = bprong.Rewhitening(
+        model, sgd, "cross_entropy", solver="cholesky", fisher="exact", **schedule, **damping
+    )
+    arguments = damping | {"every": Periods(**schedule), "options": EXACT | FORMS[form]}
+    optimizer = bprong.BPRONG(plain, "cross_entropy", lr=0.01, momentum=momentum, **arguments)
     with torch.no_grad():  # so that this call is not taken for a batch of training
         start = plain(x)
     for t in range(40):

@@ -103,16 +103,16 @@ def test_without_a_bias_the_weight_moves_alone(change, rule):
 
 BLOCKS = [
     Blocks(6, groups=2),
-    Blocks(3, groups=2, positions=2),
-    Blocks(3, 2, positions=2),
-    Blocks(1, 3, 2, positions=2),
+    Blocks(3, 2),
+    Blocks(2, 3, groups=2),
+    Blocks(1, 3, groups=2),
 ]
 
 
 @given(blocks=st.sampled_from(BLOCKS), seed=st.integers(0, 20), side=st.sampled_from(["forward", "backward"]))
-def test_the_rules_hold_in_groups_blocks_and_channels(blocks, seed, side):
+def test_the_rules_hold_in_groups_and_blocks(blocks, seed, side):
     """⟨g, v⟩ is the same in all coordinates; squares are the diagonal of the transformed covariance."""
-    shape = (4, blocks.count * blocks.size, blocks.positions, 1)
+    shape = (4, blocks.features, 1, 1)
     random = torch.Generator().manual_seed(seed)
     c = torch.randn(2, *blocks.shape[:-1], dtype=f64, generator=random)
     change = forward(invertible(blocks.shape, seed), c[0], invertible(blocks.shape, seed + 1), c[1], blocks)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.capture.weights import weight_matrix_of
+from bprong.capture.weights import weight_matrices_of
 from bprong.distributed import Ranks
+from bprong.linalg.blocks import Limits
 from bprong.whitening.layer import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
@@ -294,13 +295,13 @@ def assert_equal_state(actual, expected):
         assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
 
 
-def test_the_centre_of_a_convolution_with_another_kernel_is_refused():
-    """Both convolutions are whitened over two channels, so their factors and moments have the same shapes."""
-    narrow, wide = (Layer(weight_matrix_of("0", bprong.WhitenedConv2d(2, 3, size, channels=True))) for size in (1, 3))
-    state = wide.state_dict() | {"c": torch.zeros(18)}
+def test_the_centre_of_a_layer_of_another_width_is_refused():
+    """Both widths are whitened in three blocks of three, so their factors and moments have the same shapes."""
+    narrow, wide = (Layer(weight_matrices_of("0", nn.Linear(width, 2), Limits(5))[0]) for width in (7, 8))
+    state = wide.state_dict() | {"c": torch.zeros(8)}
     wide.check_state(state)
     with pytest.raises(
-        ValueError, match=r"layer '0': the state's centre has shape \(18,\), and this layer has 2 inputs"
+        ValueError, match=r"layer '0': the state's centre has shape \(8,\), and this layer has 7 inputs"
     ):
         narrow.check_state(state)
 

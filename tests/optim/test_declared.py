@@ -631,7 +631,7 @@ def test_the_former_keyword_raises_an_error_that_names_the_new_one(name):
 
 @pytest.mark.parametrize(
     ("argument", "instead"),
-    [("betas", "fallback_betas"), ("eps", "forward_damping="), ("nesterov", "'nesterov': True")],
+    [("betas", "fallback_betas"), ("eps", "forward_damping="), ("nesterov", "no nesterov= here")],
 )
 def test_arguments_of_other_optimizers_are_refused_with_what_to_give(argument, instead):
     with pytest.raises(TypeError, match=instead):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import bprong
+from bprong.optim import Periods
 from bprong.optim.report import COLUMNS, Report
 from helpers import classification, mlp
-from training import batches, literal, train
+from training import EXACT, batches, literal, train
 
 
 def reported(kind=bprong.BPRONG, steps=6, **arguments):
@@ -53,8 +54,8 @@ def test_the_effective_number_of_directions_is_the_rank_of_a_projection():
 def test_the_drift_is_that_of_the_last_test():
     x, y = classification(60, 5, 3)
     model = mlp(5, 3)
-    options = {"average": 0.0, "fisher": "exact", "refresh": "drift"}
-    optimizer = literal(model, "cross_entropy", lr=0.0, every=1, forward_damping=1e-9, options=options)
+    periods = Periods(1, refresh="drift")
+    optimizer = literal(model, "cross_entropy", lr=0.0, every=periods, forward_damping=1e-9, options=EXACT)
     train(model, optimizer, [(x, y)])
     assert optimizer.report().layers[0]["forward_drift"] is None, "there was no factor yet"
     train(model, optimizer, [(x, y)])
@@ -64,7 +65,7 @@ def test_the_drift_is_that_of_the_last_test():
 
 
 def test_the_printed_table_explains_its_columns():
-    lines = str(reported(options={"refresh": "drift"})).splitlines()
+    lines = str(reported(every=Periods(4, refresh="drift"))).splitlines()
     assert lines[0] == "6 steps"
     headings = [f"{heading} {letter}" for heading, _ in COLUMNS.values() for letter in "zδ"]
     assert lines[1].split() == " ".join(["layer", *headings, "step"]).split()
@@ -93,7 +94,7 @@ def test_the_factor_column_says_how_a_side_is_inverted():
     train(model, optimizer, [(x, torch.zeros(60, dtype=torch.long))])
     rank = optimizer._whitening.layers["0"].forward.factor.B.shape[1]
     assert optimizer.report().layers[0]["forward_factor"] == f"rank {rank} of 400"
-    small = bprong.BPRONG(mlp(6, 4), "cross_entropy", lr=0.01, max_dim=3).report().layers[0]
+    small = bprong.BPRONG(mlp(6, 4), "cross_entropy", lr=0.01, options={"max_dim": 3}).report().layers[0]
     assert small["forward_factor"] == "identity 6 diagonal"
 
 

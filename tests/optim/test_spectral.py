@@ -11,6 +11,7 @@ from torch import nn
 import bprong
 from bprong.linalg.factors import Dense
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
+from bprong.optim import Periods
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import RMS, SpectralDirection
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, quick_cases, snapshot
@@ -78,10 +79,12 @@ def test_it_is_muon_on_the_whitened_network(solver, bias):
     rewhitening = bprong.Rewhitening(
         whitened, muon, "cross_entropy", fisher="exact", solver=solver, carry=carry, **DAMPING, **SCHEDULE
     )
-    options = EXACT | SCHEDULE | {"power": "whole"}
+    options = EXACT | {"power": "whole", "solver": "exact"}
+    periods = Periods(**SCHEDULE)
     optimizer = bprong.BPRONG(
-        plain, "cross_entropy", lr=0.02, step="spectral", momentum=0.9, options=options, solver="exact", **DAMPING
-    )
+        plain, "cross_entropy", lr=0.02, step="spectral", momentum=0.9, every=periods, options=options,
+        **DAMPING,
+    )  # fmt: skip
     optimizer._rule.direction = SpectralDirection(NaturalBias(optimizer, lr=0.03), "whole", rms=None)
     for xb, yb in batches(x, y, 20, 25):
         rewhitening.step(xb)
@@ -108,10 +111,12 @@ def test_a_step_is_that_of_torchs_muon_on_the_whitened_network():
     whitened = bprong.whiten_(copy.deepcopy(plain))
     muon = torch.optim.Muon(whitened.parameters(), lr=0.01, weight_decay=0.0, momentum=0.9)
     rewhitening = bprong.Rewhitening(whitened, muon, "cross_entropy", fisher="exact", **DAMPING, **SCHEDULE)
-    options = EXACT | SCHEDULE | {"power": "whole"}
+    options = EXACT | {"power": "whole", "solver": "exact"}
+    periods = Periods(**SCHEDULE)
     optimizer = bprong.BPRONG(
-        plain, "cross_entropy", lr=0.01, step="spectral", momentum=0.9, options=options, solver="exact", **DAMPING
-    )
+        plain, "cross_entropy", lr=0.01, step="spectral", momentum=0.9, every=periods, options=options,
+        **DAMPING,
+    )  # fmt: skip
     optimizer._rule.direction = SpectralDirection(Fallback(), "whole", rms=None)
     for xb, yb in batches(x, y, 20, 6):
         plain.load_state_dict(bprong.fold(copy.deepcopy(whitened)).state_dict())

@@ -11,6 +11,7 @@ from torch import nn
 
 import bprong
 from bprong.errors import WhiteningWarning
+from bprong.optim import Periods
 from bprong.whitening.layer import PATIENCE
 from helpers import Woken, assert_close, classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, literal, train
@@ -278,8 +279,8 @@ def test_containers_can_be_changed_after_the_call():
 def test_periods_offsets_and_averages():
     x, y = classification(60, 5, 3)
     model = mlp(5, 3)
-    options = {"average": 0.5, "record_every": 2, "forward_offset": 4, "backward_every": 3, "backward_offset": 1}
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, every=5, options=options)
+    periods = Periods(forward_every=5, forward_offset=4, backward_every=3, backward_offset=1, record_every=2)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, every=periods, options={"average": 0.5})
     data = list(batches(x, y, 10, 6))
     ages = []
     for batch in data:
@@ -346,7 +347,7 @@ def test_prong_with_an_offset_checks_its_first_refresh_too():
     x, y = classification(20, 5, 3, dtype=torch.float32)
     model = Woken(by_hand=True)
     model.awake = True
-    optimizer = bprong.PRONG(model, lr=0.1, every=5, options={"forward_offset": 2})
+    optimizer = bprong.PRONG(model, lr=0.1, every=Periods(5, forward_offset=2))
     train(model, optimizer, [(x, y)] * 2)
     with pytest.warns(WhiteningWarning, match="layer 'idle' follows the fallback rule"):
         train(model, optimizer, [(x, y)])
@@ -376,7 +377,7 @@ def test_bfloat16_parameters_have_float32_factors():
 def test_statistics_that_are_not_finite_are_reported_by_drift_too():
     """NaN compares as not drifted, so that the factors would silently be kept forever."""
     model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, options={"refresh": "drift"}, every=1)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, every=Periods(1, refresh="drift"))
     x, y = classification(20, 5, 3)
     train(model, optimizer, [(x, y)])
     optimizer.zero_grad()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import bprong
 from automatic import DATA, auto
+from bprong.optim import Periods
 from helpers import Woken, assert_close, assert_unchanged, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches, train
 
@@ -77,10 +78,10 @@ def test_a_layer_is_measured_at_the_first_step_that_uses_it(rule, t):
     assert layer.forward.refreshed_at == t or whitening.schedule.t % 10 == 1
 
 
-@pytest.mark.parametrize("options", [{"average": 0.5, "record_every": 1}, {"forward_offset": 2, "backward_offset": 3}])
+@pytest.mark.parametrize("periods", [Periods(10, record_every=1), Periods(10, 2, backward_offset=3)], ids=str)
 @pytest.mark.parametrize("rule", [explicit, auto])
-def test_both_sides_of_it_are_refreshed_whatever_the_schedule(rule, options):
-    model, optimizer = made(rule, every=10, options=options)
+def test_both_sides_of_it_are_refreshed_whatever_the_schedule(rule, periods):
+    model, optimizer = made(rule, every=periods, options={"average": 0.5})
     train(model, optimizer, batches(*DATA, 20, 13))
     model.awake = True
     train(model, optimizer, [DATA])

@@ -11,6 +11,7 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.factors import Dense
+from bprong.optim import Periods
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import (
@@ -182,19 +183,6 @@ def test_by_default_measurements_are_frequent_at_first_and_then_a_period_or_more
     assert gaps == sorted(gaps), "nothing drifts at lr 0, so measurements become rarer"
 
 
-def test_a_larger_share_of_time_is_a_shorter_period():
-    model = deep()
-    periods = []
-    for overhead in (0.05, 0.3):
-        optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, options={"overhead": overhead})
-        train(model, optimizer, 1)
-        periods.append(optimizer._whitening.schedule.every)
-    assert periods[0] > 3 * periods[1]
-    for bad in (0, 1, -1, "much"):
-        with pytest.raises(ValueError, match="overhead"):
-            bprong.BPRONG(model, "cross_entropy", lr=0.01, options={"overhead": bad})
-
-
 def test_the_default_resumes_bit_for_bit():
     whole = deep()
     half = deep()
@@ -216,7 +204,8 @@ def test_the_default_resumes_bit_for_bit():
 
 # Drift ----------------------------------------------------------------------------------------------------------------
 
-DRIFT = {"refresh": "drift", "fisher": "exact"}
+DRIFT = Periods(2, refresh="drift")
+EXACT = {"fisher": "exact"}
 
 
 def data(t, scale=1.0):
@@ -228,7 +217,7 @@ def data(t, scale=1.0):
 def drifted(steps, lr=0.05, scale=lambda t: 1.0, **others):
     torch.manual_seed(0)
     model = mlp(6, 8, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr, **({"every": 2, "options": DRIFT} | others))
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr, **({"every": DRIFT, "options": EXACT} | others))
     for t in range(steps):
         x, y = data(t, scale(t))
         optimizer.zero_grad()
@@ -250,7 +239,7 @@ def test_a_side_that_does_not_drift_is_measured_less_and_less():
 
 def test_a_side_that_drifts_is_refreshed():
     """Inputs are twice as large from step 40 on: their side is refreshed soon, though measurements had become rare."""
-    options = {"options": DRIFT | {"average": 0.5}}
+    options = {"options": EXACT | {"average": 0.5}}
     _, optimizer = drifted(110, lr=0.0, scale=lambda t: 1.0 if t < 40 else 2.0, **options)
     side = optimizer._whitening.layers["0"].forward
     assert side.refreshed_at >= 40
@@ -261,7 +250,7 @@ def test_a_side_that_drifts_is_refreshed():
 
 def test_sides_with_offsets_of_their_own_are_all_refreshed():
     """The errors' side is first due after drift has given the inputs' side its interval."""
-    _, optimizer = drifted(20, options=DRIFT | {"backward_offset": 1})
+    _, optimizer = drifted(20, every=Periods(2, backward_offset=1, refresh="drift"))
     assert all(side.interval is not None for side in sides_of(optimizer))
     assert all(side.refreshed_at % 2 == (0 if side.of_inputs else 1) for side in sides_of(optimizer))
 
@@ -298,7 +287,7 @@ def test_refreshing_by_drift_trains_as_well_as_at_every_period():
     x, y = data(1000)
     losses = {}
     for refresh in ("periodic", "drift"):
-        model, _ = drifted(200, options=DRIFT | {"refresh": refresh})
+        model, _ = drifted(200, every=Periods(2, refresh=refresh))
         losses[refresh] = F.cross_entropy(model(x), y).item()
     assert losses["drift"] <= 1.1 * losses["periodic"]
 
@@ -306,7 +295,7 @@ def test_refreshing_by_drift_trains_as_well_as_at_every_period():
 def test_refreshing_by_drift_resumes_bit_for_bit():
     whole, _ = drifted(60)
     half, optimizer = drifted(30)
-    fresh = bprong.BPRONG(half, "cross_entropy", lr=0.05, every=2, options=DRIFT)
+    fresh = bprong.BPRONG(half, "cross_entropy", lr=0.05, every=DRIFT, options=EXACT)
     fresh.load_state_dict(optimizer.state_dict())
     for t in range(30, 60):
         x, y = data(t)

@@ -26,7 +26,7 @@ UNEXPLAINED = 2e-2  # relative; far above the rounding of float32, far below the
 
 
 def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
-    """Gradients at the output whose outer products sum to its Fisher matrix, or estimate it if targets are sampled.
+    """Return gradients at the output whose outer products sum to its Fisher matrix; if sampled, estimate it.
 
     y: the targets of the data, for fisher="empirical"
     """
@@ -49,27 +49,28 @@ def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: F
 
 
 def _signs(root: Tensor) -> Tensor:
-    """A random sign for each row of the batch.
+    """Return a random sign for each row of the batch.
 
     If rows are computed independently, signs change nothing. If they are not (BatchNorm in training, sequences
     flattened into rows), errors of different rows are multiplied with each other; under the model such products are
     zero on average, and random signs make them so.
     """
     bits = torch.randint(0, 2, root.shape[:1], device=root.device, generator=generator())
-    return (2 * bits - 1).to(root.dtype).view(-1, *(1 for _ in root.shape[1:]))
+    return (2 * bits - 1).to(root.dtype).view(-1, *[1] * (root.ndim - 1))
 
 
 def _normal(like: Tensor) -> Tensor:
+    """Return normally distributed numbers, in the shape of another tensor."""
     return torch.empty_like(like).normal_(generator=generator())
 
 
 def of_targets(root: Tensor, counted: Tensor) -> Tensor:
-    """A gradient at the output, set to zero at the targets that do not count; counted: (targets,)."""
+    """Return a gradient at the output, set to zero at the targets that do not count; counted: (targets,)."""
     return (root.reshape(len(counted), -1) * counted.view(-1, 1)).view_as(root)
 
 
 def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callable[[Call, Tensor], None]) -> None:
-    """Propagates a gradient at the output back and gives each call its δ, if one arrives there.
+    """Propagate a gradient at the output back and give each call its δ, if one arrives there.
 
     They arrive one after the other and are not kept, so that `take` should not keep them either. Autograd computes
     gradients only on the way to those that are asked for, so the calls behind which there is no other are asked for.
@@ -83,7 +84,7 @@ def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callabl
     if not output.edges:
         raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
     last = _last_of([edge.node for edge in output.edges], by_node.keys())
-    asked = [call for node, own in by_node.items() if node in last for call in own]
+    asked = [call for node in by_node if node in last for call in by_node[node]]
     with ExitStack() as hooks:
         for node in by_node.keys() - last:
             hooks.callback(node.register_prehook(partial(_pass_on, by_node[node], take)).remove)
@@ -94,7 +95,7 @@ def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callabl
 
 
 def leading_to(output: Output, calls: Sequence[Call]) -> list[Call]:
-    """The calls that the output depends on; all calls of a layer of which it depends on none.
+    """Return the calls that the output depends on, and all calls of a layer of which it depends on none.
 
     Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A layer
     without any may reach the loss in another way, such as a second head.
@@ -114,7 +115,7 @@ def leading_to(output: Output, calls: Sequence[Call]) -> list[Call]:
 
 
 def _pass_on(calls: Sequence[Call], take: Callable[[Call, Tensor], None], gradients: Sequence[Tensor | None]) -> None:
-    """A hook that is called before an operation is differentiated, with the gradients of its results."""
+    """Give calls their δ: a hook that runs before an operation is differentiated, with the gradients of its results."""
     for call in calls:
         delta = gradients[cast(GradientEdge, call.edge).output_nr]
         if delta is not None:
@@ -122,13 +123,13 @@ def _pass_on(calls: Sequence[Call], take: Callable[[Call, Tensor], None], gradie
 
 
 def _last_of(starts: Sequence[Node], nodes: Set[Node]) -> set[Node]:
-    """Those of the nodes that lead to no other of them; starts: where a backward pass begins."""
+    """Return those of the nodes that lead to no other of them; starts: where a backward pass begins."""
     leads: dict[Node, bool] = {}  # whether a node leads to one of them; False while it is visited
     stack = [(node, False) for node in starts]
     while stack:
-        node, seen = stack.pop()
+        node, is_finished = stack.pop()
         following = [after for after, _ in node.next_functions if after is not None]
-        if seen:
+        if is_finished:
             leads[node] = any(after in nodes or leads[after] for after in following)
         elif node not in leads:
             leads[node] = False
@@ -143,7 +144,7 @@ def _last_of(starts: Sequence[Node], nodes: Set[Node]) -> set[Node]:
 def rows_that_count(
     output: Output, calls: Sequence[Call], counted: Tensor, reached: Mapping[Call, Tensor]
 ) -> dict[Call, Tensor]:
-    """Masks (rows,) of the rows of each call that belong to targets that count; padding, for example, does not.
+    """Return masks (rows,) of the rows of each call that belong to targets that count; padding, for example, does not.
 
     A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it belongs
     to the target at the same place, if rows are laid out as targets are, and otherwise to those of its example.
@@ -152,45 +153,49 @@ def rows_that_count(
     """
     root = of_targets(_normal(output.values), counted)
     others = [call for call in calls if call not in reached]
-    found = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in others}  # False everywhere
-    send_back(output, others, root, lambda call, delta: found.update({call: nonzero_rows(call, delta)}))
+    masks = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in others}  # False everywhere
+    send_back(output, others, root, lambda call, delta: masks.update({call: nonzero_rows(call, delta)}))
+    masks |= reached
     targets = output.values.shape[:-1]
-    counted = counted.view(targets) if counted.numel() == targets.numel() else counted
-    return {call: own | _placed(call, counted, own) for call, own in (found | dict(reached)).items()}
+    if counted.numel() == targets.numel():
+        counted = counted.view(targets)
+    return {call: mask | _placed(call, counted, mask) for call, mask in masks.items()}
 
 
 def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
-    """Mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
+    """Return a mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
     rows = call.errors(delta).detach().flatten(1)
     size = rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1)
     return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
 
 
-def _placed(call: Call, targets: Tensor, own: Tensor) -> Tensor:
-    """Mask (rows,) of the rows at the place of a target that counts; own: those that errors came back to."""
+def _placed(call: Call, targets: Tensor, reached: Tensor) -> Tensor:
+    """Return a mask (rows,) of the rows at the place of a target that counts; reached: rows that errors came to."""
     examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
-    leading = call.shape[: -1 if call.geometry is None else -1 - len(call.geometry.kernel)]
-    each = len(own) // len(examples)
-    layouts = [own]
-    if len(own) == targets.numel():
-        layouts = [targets.flatten(), targets.T.flatten() if targets.ndim == 2 else targets.flatten()]
-    elif len(own) == each * len(examples) and len(examples) in leading[:2]:
+    leading = call.shape[: call.feature_dim]
+    each = len(reached) // len(examples)
+    layouts = [reached]
+    if len(reached) == targets.numel():
+        layouts = [targets.flatten()]
+        if targets.ndim == 2:
+            layouts.append(targets.T.flatten())
+    elif len(reached) == each * len(examples) and len(examples) in leading[:2]:
         layouts = [examples.repeat_interleave(each), examples.repeat(each)]
     # Batch-first or time-first? Take the layout that agrees with most of the rows that errors came back to.
-    return max(layouts, key=lambda place: int((place & own).sum()))
+    return max(layouts, key=lambda layout: int((layout & reached).sum()))
 
 
 # Is every use recorded? -----------------------------------------------------------------------------------------------
 
 
 def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
-    """The names of weights that are used in ways that were not recorded.
+    """Return the names of weights that are used in ways that were not recorded.
 
     The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It is
     not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
     convolution transposed. The recorded calls then tell only a part of what the weight does.
     """
-    trained = [call for call in calls if call.weight.weight.requires_grad and not call.weight.computed]
+    trained = [call for call in calls if call.weight.weight.requires_grad]
     edges = {call: call.edge for call in trained if call.edge is not None}
     if not edges or not output.edges:
         return set()
@@ -201,19 +206,18 @@ def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
         for hooks in filter(None, (weight.weight._backward_hooks for weight in weights)):
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()
-        found = output.gradients(_normal(output.values), wanted)
-    deltas = [(call, delta) for call, delta in zip(edges, found[len(weights) :], strict=True) if delta is not None]
-    return {
-        weight.name
-        for weight, gradient in zip(weights, found, strict=False)
-        if not _explained(
-            weight, gradient, sum(_product(call, delta) for call, delta in deltas if call.weight is weight)
-        )
-    }
+        gradients = output.gradients(_normal(output.values), wanted)
+    deltas = list(zip(edges, gradients[len(weights) :], strict=True))
+    names = set()
+    for weight, gradient in zip(weights, gradients, strict=False):
+        product = sum(_product(call, delta) for call, delta in deltas if call.weight is weight and delta is not None)
+        if not _explained(weight, gradient, product):
+            names.add(weight.name)
+    return names
 
 
 def _explained(weight: WeightMatrix, gradient: Tensor | None, product: Tensor | int) -> bool:
-    """Whether a gradient is the sum of the products of all calls; 0: no error reached a call."""
+    """Return whether a gradient is the sum of the products of all calls; 0: no error reached a call."""
     if gradient is None:
         return True
     expected = float64_copy(weight.matrix(weight.own(gradient)))
@@ -221,7 +225,7 @@ def _explained(weight: WeightMatrix, gradient: Tensor | None, product: Tensor | 
 
 
 def _product(call: Call, delta: Tensor) -> Tensor:
-    """Σ δ zᵀ over the rows of a call: (out, in), or (groups, out, in) with several groups."""
+    """Return Σ δ zᵀ over the rows of a call: (out, in), or (groups, out, in) with several groups."""
     blocks = call.weight.inputs
     errors = to_float64(call.errors(delta.detach()))
     total = errors.new_zeros(blocks.groups, errors.shape[-1], blocks.features)

@@ -31,7 +31,6 @@ from bprong.likelihood.targets import LossCall
 from bprong.linalg.moments import Sums, block_rows
 from bprong.sharding import is_sliced
 
-COMPUTATION = 20  # operations, at most, between a parameter and a weight that is computed from it
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
 FEWEST_ROWS = 128  # that are copied at once nevertheless
 
@@ -46,7 +45,6 @@ class Call:
     columns:   the columns of a that belong to the weight, where several weights are packed into one; None: all
     geometry:  of a convolution
     ignored:   (rows,) mask of rows that do not count: the padding of an embedding
-    computed:  the weight that was used, where that is computed from the parameter
     """
 
     weight: WeightMatrix
@@ -56,7 +54,6 @@ class Call:
     columns: slice | None = None
     geometry: Geometry | None = None
     ignored: Tensor | None = None
-    computed: Tensor | None = None
 
     @property
     def is_sequence(self) -> bool:
@@ -64,28 +61,32 @@ class Call:
         return self.geometry is None and len(self.shape) > 2
 
     @property
+    def feature_dim(self) -> int:
+        """The dimension of a that its features are in; the others are rows."""
+        return -1 if self.geometry is None else -1 - len(self.geometry.kernel)
+
+    @property
     def rows(self) -> int:
         """The number of its rows."""
-        return self.shape.numel() // self.shape[-1 if self.geometry is None else -1 - len(self.geometry.kernel)]
+        return self.shape.numel() // self.shape[self.feature_dim]
 
     def errors(self, delta: Tensor) -> Tensor:
-        """δ, with the entries of the output, as rows (rows, groups, out)."""
-        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape)
-        if self.geometry is not None:
-            delta = delta.movedim(-1 - len(self.geometry.kernel), -1)
-        rows = delta[..., self.columns or slice(None)].reshape(
-            -1, self.weight.outputs.groups, self.weight.outputs.features
-        )
+        """Return δ, with the entries of the output, as rows (rows, groups, out)."""
+        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape).movedim(self.feature_dim, -1)
+        if self.columns is not None:
+            delta = delta[..., self.columns]
+        outputs = self.weight.outputs
+        rows = delta.reshape(-1, outputs.groups, outputs.features)
         return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1, 1), 0)
 
     def add_errors(self, delta: Tensor, sums: Sums) -> None:
-        """Adds the rows of δ to the sums behind D."""
+        """Add the rows of δ to the sums behind D."""
         rows = self.errors(delta)
         for chunk in torch.split(rows, _rows_at_once(rows[0].numel())):
             sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
     def inputs(self) -> Iterator[tuple[slice, Tensor]]:
-        """z as rows (rows, groups, in), or as indices (rows,), in chunks that fit into memory: (which rows, chunk)."""
+        """Yield z in chunks that fit into memory, each with its rows: (rows, groups, in), or indices (rows,)."""
         blocks = self.weight.inputs
         if self.geometry is not None:
             chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
@@ -98,20 +99,20 @@ class Call:
             start += len(chunk)
 
     def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
-        """Adds the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
+        """Add the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
         if self.ignored is not None:
             counted = ~self.ignored if counted is None else counted & ~self.ignored
         expected = self.rows if counted is None else int(counted.sum())
         for rows, chunk in self.inputs():
-            own = chunk if counted is None else chunk[counted[rows]]
+            z = chunk if counted is None else chunk[counted[rows]]
             if self.weight.one_hot:
-                sums.count(own, self.weight.inputs.count)
-            elif len(own):
-                sums.add(block_rows(own, self.weight.inputs), expected)
+                sums.count(z, self.weight.inputs.count)
+            elif len(z):
+                sums.add(block_rows(z, self.weight.inputs), expected)
 
 
 def _rows_at_once(features: int) -> int:
-    """How many rows to sum at once: enough for products to be efficient, few enough to take little memory."""
+    """Return how many rows to sum at once: enough for products to be efficient, few enough to take little memory."""
     return max(FEWEST_ROWS, CHUNK // features)
 
 
@@ -141,21 +142,18 @@ class Calls(list[Call]):
         self.thread = threading.get_ident()
 
     def found_in(self, tensor: Any, one_hot: bool) -> list[tuple[WeightMatrix, int]]:
-        """The weights to record among the rows of a tensor, and the row of the tensor that each of them begins with.
+        """Return the weights to record among the rows of a tensor, and the row that each of them begins with.
 
         The tensor is a parameter or, where several weights are packed into one, a part of it.
         """
         parameter: Any = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
-        if id(parameter) not in self.weights and isinstance(tensor, Tensor):
-            sources = nodes_behind(tensor, lambda node: hasattr(node, "variable"), COMPUTATION)
-            known = [own for node in sources for own, _ in self.weights.get(id(node.variable), ()) if own.computed]
-            return [(own, 0) for own in known if own.weight.shape == tensor.shape]
-        found = [
-            (weight, (given.storage_offset() - tensor.storage_offset()) // tensor.stride(0), len(given))
-            for weight, given in self.weights.get(id(parameter), ())
-            if weight.one_hot is one_hot and given.stride() == tensor.stride() and given.shape[1:] == tensor.shape[1:]
-        ]
-        return [(weight, first) for weight, first, rows in found if 0 <= first <= len(tensor) - rows]
+        weights = []
+        for weight, view in self.weights.get(id(parameter), ()):
+            if weight.one_hot is one_hot and view.stride() == tensor.stride() and view.shape[1:] == tensor.shape[1:]:
+                first = (view.storage_offset() - tensor.storage_offset()) // tensor.stride(0)
+                if 0 <= first <= len(tensor) - len(view):
+                    weights.append((weight, first))
+        return weights
 
     def add(self, weight: WeightMatrix, z: Tensor, a: Tensor, **details: Any) -> None:
         """Record a call; not under vmap, where its rows cannot be seen.
@@ -186,9 +184,10 @@ class Calls(list[Call]):
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The tensor without what a user's subclass adds to its operations; nested and sharded tensors as they are."""
-    known = type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor)
-    return tensor if known else tensor.as_subclass(Tensor)
+    """Return a tensor without what a user's subclass adds to its operations; nested and sharded tensors unchanged."""
+    if type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
 
 
 _ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids
@@ -222,7 +221,7 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
 
 
 def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """The function with its first arguments given, in a form that torch.compile can trace."""
+    """Return the function with its first arguments bound, in a form that torch.compile can trace."""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         return function(*first, *args, **kwargs)
@@ -231,7 +230,7 @@ def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What to replace: the place, the name and the stand-in of each of torch's functions that use a weight."""
+    """Yield the place, the name and the stand-in of each of torch's functions that is replaced."""
     # In eval mode without gradients attention is one fused function, which shows none of its projections.
     yield torch.backends.mha, "get_fastpath_enabled", lambda: False
     for place, name, stand_in, *details in FUNCTIONS:
@@ -242,7 +241,7 @@ _STAND_INS = Replacements(_stand_ins)
 
 
 def _active() -> list[Calls]:
-    """The contexts of this thread; none while torch.compile traces."""
+    """Return the contexts of this thread; none while torch.compile traces."""
     contexts = [] if torch.compiler.is_compiling() else list(_ACTIVE.values())
     return [calls for calls in contexts if calls.thread == threading.get_ident()]
 
@@ -257,32 +256,33 @@ def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any,
     ]
     a: Tensor = function(input, weight, *args, **kwargs)
     for calls, own, details in used:
-        calls.add(own, input, a, computed=weight if own.computed else None, **details)
+        calls.add(own, input, a, **details)
     return a
 
 
 def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) -> list[Any]:
-    """Those of the wanted operations that a value was computed by; the search ends after so many operations."""
+    """Return the wanted operations that a value was computed by; the search ends after `farthest` operations."""
     nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
-    found = []
+    matches = []
     for node in nodes:  # which grows meanwhile
         if wanted(node):
-            found.append(node)
+            matches.append(node)
         elif len(nodes) < farthest:
             nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-    return found
+    return matches
 
 
-def _linear(own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
-    features = own.inputs.features
+def _linear(matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
+    """Return the columns of the output that belong to a weight; raise ValueError if its input does not fit."""
+    features = matrix.inputs.features
     if not isinstance(input, Tensor) or input.shape[-1:] != (features,):
-        given = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"a {type(input).__name__}"
-        raise ValueError(f"layer {own.name!r} takes rows of {features} features, not {given}")
-    return {"columns": slice(first, first + own.outputs.features)}
+        actual = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"a {type(input).__name__}"
+        raise ValueError(f"layer {matrix.name!r} takes rows of {features} features, not {actual}")
+    return {"columns": slice(first, first + matrix.outputs.features)}
 
 
 def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
+    """Record a product x W, whose last two arguments are x and W, as what `F.linear` computes of x and Wᵀ."""
     W = args[-1] if args and not kwargs else None
     if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
         return function(*args, **kwargs)
@@ -293,20 +293,22 @@ _product = partial(_linear)
 
 
 def _convolution(
-    own: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None,
+    matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
+    """Return the geometry of a convolution."""
     return {"geometry": Geometry.of(weight.shape[2:], stride, padding, dilation, groups)}
 
 
 def _embedding(
-    own: WeightMatrix, first: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+    matrix: WeightMatrix, first: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
 ) -> dict[str, Any]:
+    """Return which rows of an embedding are padding."""
     return {"ignored": None if padding_idx is None else (input == padding_idx % len(weight)).flatten()}
 
 
 def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
-    """A recurrent cell; if one of its weights is recorded, by its formula, so that both products can be seen."""
+    """Compute a recurrent cell; by its formula if one of its weights is recorded, so that both products can be seen."""
     if not any(id(weight) in calls.weights for calls in _active() if calls.formulas for weight in (w_ih, w_hh)):
         return fused(input, state, w_ih, w_hh, *biases)
     b_ih, b_hh = biases or (None, None)
@@ -322,7 +324,7 @@ def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any
 
 
 def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
-    """A forward hook that records the calls of a whitened layer."""
+    """Record a call of a whitened layer: a forward hook."""
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
 
 

@@ -13,13 +13,16 @@ from torch import Tensor
 
 
 def _lstm(a: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the new state (h, c)."""
     i, f, g, o = (a + r).chunk(4, dim=-1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
 
 def _gru(a: Tensor, r: Tensor, h: Tensor) -> Tensor:
-    (a_r, r_r), (a_z, r_z), (a_n, r_n) = zip(a.chunk(3, dim=-1), r.chunk(3, dim=-1), strict=True)
+    """Return the new state h."""
+    a_r, a_z, a_n = a.chunk(3, dim=-1)
+    r_r, r_z, r_n = r.chunk(3, dim=-1)
     n = (a_n + (a_r + r_r).sigmoid() * r_n).tanh()
     return n + (a_z + r_z).sigmoid() * (h - n)
 

@@ -21,10 +21,10 @@ class CoverageRow:
     """How one parameter is treated.
 
     treatment  "two-sided", "forward only", "fallback: Adam" or "frozen"; a side that is not one block adds
-               ", channel-only", ", diagonal" or ", in blocks"
+               ", diagonal" or ", in blocks"
     reason     why it follows the fallback rule
     inputs, outputs
-               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "25 channels", "500 diagonal"
+               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "500 diagonal"
     memory     bytes kept for it beyond the parameter, its gradient and its momentum, with exact inverses; less where
                the optimizer uses low-rank inverses
     refresh    floating-point operations to factor its sides
@@ -57,6 +57,7 @@ class Coverage:
 
     @property
     def memory(self) -> int:
+        """The bytes of all rows."""
         return sum(row.memory for row in self.rows)
 
     def __str__(self) -> str:
@@ -67,46 +68,42 @@ class Coverage:
              _amount(row.step, "flop"), row.reason]
             for row in self.rows
         ]  # fmt: skip
-        memory, refresh, step = (
-            _amount(sum(getattr(row, cost) for row in self.rows), unit) or "nothing"
-            for cost, unit in (("memory", "B"), ("refresh", "flop"), ("step", "flop"))
-        )
+        memory = _amount(self.memory, "B") or "nothing"
+        refresh = _amount(sum(row.refresh for row in self.rows), "flop") or "nothing"
+        step = _amount(sum(row.step for row in self.rows), "flop") or "nothing"
         total = f"in all {memory}; {refresh} to factor all sides at a refresh, {step} more than SGD at a step"
-        return "\n".join([table(header, lines, left=(0, 1, 2, 3, 4, 9)), total])
+        return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), total])
 
 
-def coverage(
-    model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM, channels: bool = False, strict: bool = False
-) -> Coverage:
+def coverage(model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM, strict: bool = False) -> Coverage:
     """How `BPRONG(model)` treats each parameter of a model, and at what cost, before anything is allocated.
 
-    backward            False: as `PRONG` does
-    max_dim, channels   as for the optimizer
-    strict              raise ValueError if a trainable parameter follows the fallback rule
+    backward   False: as `PRONG` does
+    max_dim    as for the optimizer
+    strict     raise ValueError if a trainable parameter follows the fallback rule
 
-    >>> found = coverage(nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10), nn.LayerNorm(10)))
-    >>> found.rows[0].treatment, found.rows[0].inputs, found.fallback
+    >>> covered = coverage(nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10), nn.LayerNorm(10)))
+    >>> covered.rows[0].treatment, covered.rows[0].inputs, covered.fallback
     ('two-sided', '784', {'3.weight': 'in LayerNorm', '3.bias': 'in LayerNorm'})
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"coverage takes a model, not a {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
-    weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1), channels)))
+    weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1))))
     reasons = fallback_reasons(model, model.parameters())
-    found = Coverage(
-        [
-            _row(name, p, [w for w in weights if p is w.weight or p is w.bias], backward, reasons[p])
-            for name, p in model.named_parameters()
-        ]
-    )
-    if strict and found.fallback:
-        listed = "; ".join(f"{name} ({reason})" for name, reason in found.fallback.items())
-        raise ValueError(f"{len(found.fallback)} of {len(found.rows)} parameters are not whitened: {listed}")
-    return found
+    rows = []
+    for name, p in model.named_parameters():
+        weights_of_p = [weight for weight in weights if p is weight.weight or p is weight.bias]
+        rows.append(_row(name, p, weights_of_p, backward, reasons[p]))
+    result = Coverage(rows)
+    if strict and result.fallback:
+        listed = "; ".join(f"{name} ({reason})" for name, reason in result.fallback.items())
+        raise ValueError(f"{len(result.fallback)} of {len(rows)} parameters are not whitened: {listed}")
+    return result
 
 
 def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bool, reason: str) -> CoverageRow:
-    """weights: those that the parameter belongs to; reason: why there are none, if so"""
+    """Return the row of a parameter; weights: those that it belongs to; reason: why there are none, if so."""
     shape = tuple(parameter.shape)
     if not parameter.requires_grad:
         return CoverageRow(name, shape, "frozen")
@@ -118,23 +115,20 @@ def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bo
     first = weights[0]
     times = f"{len(weights)} × " if len(weights) > 1 else ""
     cost = sum((Counter(weight.cost(backward)) for weight in weights), Counter())
-    return CoverageRow(
-        name, shape, treatment + _form(first, backward), "", f"{times}{first.inputs}",
-        f"{times}{first.outputs}" if backward else "", **cost,
-    )  # fmt: skip
+    inputs = f"{times}{first.inputs}"
+    outputs = f"{times}{first.outputs}" if backward else ""
+    return CoverageRow(name, shape, treatment + _form(first, backward), "", inputs, outputs, **cost)
 
 
 def _form(weight: WeightMatrix, backward: bool) -> str:
     """How a side that is not one block is split."""
-    if weight.inputs.positions > 1:
-        return ", channel-only"
     split = {side.size for side in (weight.inputs, weight.outputs)[: 1 + backward] if side.count > 1}
     kind = ", diagonal" if split == {1} else ", in blocks"
     return kind if split else ""
 
 
 def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, str]:
-    """Why each of these parameters is not covered by an optimizer.
+    """Return why each of these parameters is not covered by an optimizer.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     >>> list(fallback_reasons(model, model[1].parameters()).values())
@@ -149,35 +143,36 @@ def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Ten
 
 
 def _reason(parameter: Tensor, holders: Mapping[str, nn.Module], covered: bool) -> str:
-    """holders: the modules that hold a parameter, by the name that it has there"""
+    """Return why a parameter is not covered; holders: the modules that hold it, by the name that it has there."""
     if len(holders) != 1:
         return f"tied: {', '.join(holders)}" if holders else "not the model's"
     (kind,) = map(written_type, holders.values())
-    reasons = {
-        "in an Embedding with scale_grad_by_freq or sparse=True": kind is nn.Embedding and not covered,
-        "complex": parameter.is_complex(),
-        f"in a {kind.__name__} that the optimizer was not built with": covered,
-        f"in {kind.__name__}": True,
-    }
-    return next(reason for reason, holds in reasons.items() if holds)
+    if kind is nn.Embedding and not covered:
+        return "in an Embedding with scale_grad_by_freq or sparse=True"
+    if parameter.is_complex():
+        return "complex"
+    return f"in a {kind.__name__} that the optimizer was not built with" if covered else f"in {kind.__name__}"
 
 
-def table(header: list[str], rows: list[list[str]], left: Collection[int] = ()) -> str:
-    """Text in aligned columns; the columns numbered in `left` are aligned to the left.
+def table(header: list[str], rows: list[list[str]], left_aligned: Collection[int] = ()) -> str:
+    """Return text in columns, aligned to the right but for those with the numbers `left_aligned`.
 
-    >>> print(table(["a", "size"], [["long", "1"]], left=[0]))
+    >>> print(table(["a", "size"], [["long", "1"]], left_aligned=[0]))
     a     size
     long     1
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    aligned = [f"{{:{'<' if i in left else '>'}{width}}}" for i, width in enumerate(widths)]
-    return "\n".join("  ".join(aligned).format(*row).rstrip() for row in [header, *rows])
+    columns = [f"{{:{'<' if i in left_aligned else '>'}{width}}}" for i, width in enumerate(widths)]
+    return "\n".join("  ".join(columns).format(*row).rstrip() for row in [header, *rows])
 
 
 def _amount(value: int, unit: str) -> str:
-    """
+    """Return a number with a prefix of its unit.
+
     >>> _amount(0, "B"), _amount(999, "B"), _amount(2_460_000, "flop")
     ('', '999 B', '2.46 Mflop')
     """
+    if not value:
+        return ""
     power = min(4, (len(str(value)) - 1) // 3)
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}{unit}" if value else ""
+    return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}{unit}"

@@ -84,13 +84,13 @@ def _chosen(returned: Any, key: Key | None) -> Any:
         by_name = isinstance(key, str) and not isinstance(returned, Mapping)
         return getattr(returned, str(key)) if by_name else returned[key]
     except (LookupError, AttributeError, TypeError) as reason:
-        raise TypeError(f"the model returns nothing under output={key!r}. {_advice(returned)}") from reason
+        raise TypeError(f"the model returns nothing under options['output'] = {key!r}. {_advice(returned)}") from reason
 
 
 def _advice(returned: Any) -> str:
     names = sorted(map(str, returned)) if isinstance(returned, Mapping) else []
     has = f"The model returns {', '.join(names)}. " if names else ""
-    return f"{has}Name it with output=: a key, an index, or a function of what the model returns"
+    return f"{has}Name it with options={{'output': …}}: a key, an index, or a function of what the model returns"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ class WeightMatrix:
                       are packed into one parameter
     transposed:       the weight is stored as (in, out)
     one_hot:          an embedding: z is given as indices
-    computed:         what is used is computed from the parameter
     registered:       it belongs to a layer that the user has registered
     module:           the whitened layer that holds it, recorded as a module; None for the layers of torch
     """
@@ -54,7 +53,6 @@ class WeightMatrix:
     bias_rows: slice | int | None = None
     transposed: bool = False
     one_hot: bool = False
-    computed: bool = False
     registered: bool = False
     module: nn.Module | None = None
 
@@ -66,7 +64,7 @@ class WeightMatrix:
     def is_plain(self) -> bool:
         """Whether the weight itself is the matrix (out, in), and the bias the vector."""
         whole = self.rows is None and self.bias_rows is None and self.weight.ndim == 2
-        return whole and not (self.transposed or self.computed or self.inputs.groups > 1)
+        return whole and not (self.transposed or self.inputs.groups > 1)
 
     @property
     def shape(self) -> Sequence[int]:
@@ -95,10 +93,6 @@ class WeightMatrix:
             return values.reshape(self.inputs.groups, self.outputs.features, -1)
         return values.T if self.transposed else values.flatten(1)
 
-    def gradient(self, values: Tensor, g_b: Tensor | None, c: Tensor | None) -> Tensor:
-        """The gradient of `own(weight)` as that of the matrix; g_b, c: that of the bias, and E[z], if centred."""
-        return self.matrix(values)
-
     def vector(self, values: Tensor) -> Tensor:
         """A tensor shaped like the bias as a vector (out,), or (groups, out) with several groups; a view."""
         values = values if self.bias_rows is None else values[self.bias_rows]
@@ -123,7 +117,7 @@ class WeightMatrix:
         kept = torch.promote_types(self.weight.dtype, torch.float32).itemsize
         features = self.inputs.groups * self.inputs.features
         centred = self.bias is not None and self.bias.requires_grad
-        centre = features // self.inputs.positions * torch.float64.itemsize + features * kept if centred else 0
+        centre = features * (torch.float64.itemsize + kept) if centred else 0
         return {
             "memory": sum(side.entries for side in sides) * (torch.float64.itemsize + kept) + centre,
             "refresh": sum(2 * side.entries * side.size for side in sides),  # Cholesky d³/3, its inverse 2d³/3; twice
@@ -198,7 +192,7 @@ def _linear(
 
 
 def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
-    inputs = limits.blocks(module.groups * W.shape[1:].numel(), module.groups, W.shape[2:].numel())
+    inputs = limits.blocks(module.groups * W.shape[1:].numel(), module.groups)
     yield WeightMatrix("", W, b, inputs, limits.blocks(len(W), module.groups))
 
 

@@ -49,15 +49,15 @@ class Damping:
 
     @classmethod
     def of(cls, value: float | Damping) -> Damping:
-        """A plain number is the paper's ε."""
+        """Return a damping; a plain number is the paper's ε."""
         return value if isinstance(value, Damping) else cls(value)
 
     def amounts(self, variances: Tensor) -> Tensor:
-        """What is added to each entry of the diagonal, from the diagonal itself: (d,), or (n, d) for n blocks."""
+        """Return what is added to a diagonal, from the diagonal itself: (d,), or (n, d) for n blocks."""
         return self.value * self.units(variances)
 
     def units(self, variances: Tensor) -> Tensor:
-        """The unit in which ε counts, for each coordinate."""
+        """Return the unit of ε for each coordinate."""
         if self.relative_to == "one":
             return torch.ones_like(variances)
         if self.relative_to == "mean":
@@ -72,7 +72,7 @@ def inverse(
     units: Tensor | None = None,
     weight: float = 1.0,
 ) -> Tensor:
-    """(Ž + ε)⁻¹ = UᵀU by Cholesky, without forming U.
+    """Return (Ž + ε)⁻¹ = UᵀU by Cholesky, without forming U.
 
     dtype:  the precision of the result; for float32 it is computed in float32 where that is safe, else in float64
     units:  the units of the damping, for the moments of several sides at once, each with units of its own
@@ -87,32 +87,39 @@ def inverse(
         units = damping.units(second.diagonal(dim1=-2, dim2=-1) / weight)
     # Only a damping that differs between coordinates requires a rescaling, and Cholesky reads one triangle, so the
     # moment is not symmetrised: each would go through as much memory as the factorisation itself.
-    rescaled = damping.relative_to == "variance"
-    root = units.sqrt() if rescaled else torch.ones_like(units[..., :1])
-    scaled = second / outer(root, root) if rescaled else second
-    epsilon = damping.value * units / root.square()
-    single = dtype == torch.float32 and _safe_in_single(scaled, epsilon * weight)
-    damped = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=torch.float32 if single else torch.float64))
+    unit: Tensor | None = None
+    scaled = second
+    epsilon = damping.value * units
+    if damping.relative_to == "variance":
+        unit = units.sqrt()
+        scaled = second / outer(unit, unit)
+        epsilon = epsilon / unit.square()
+    if dtype != torch.float32 or not _safe_in_single(scaled, epsilon * weight):
+        dtype = torch.float64
+    damped = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=dtype))
     damped.diagonal(dim1=-2, dim2=-1).add_(epsilon)
     L = _cholesky_factor(damped)
     # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
-    found = None if L is None else torch.cholesky_inverse(L).mT
-    if found is None or not finite(found):  # a moment that is not finite ends here as well
+    result = None if L is None else torch.cholesky_inverse(L).mT
+    if result is None or not finite(result):  # a moment that is not finite ends here as well
         U = _root(_symmetrised(scaled) / weight, epsilon)
-        found = U.mT @ U
-    return found.div_(outer(root, root).to(found)) if rescaled else found
+        result = U.mT @ U
+    return result if unit is None else result.div_(outer(unit, unit).to(result))
 
 
 def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
-    """Whether the condition number leaves an inverse in float32 three digits: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
-    least = float(epsilon.min())
+    """Return whether an inverse in float32 has three digits, by its condition number: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
+    smallest = float(epsilon.min())
     largest = float(torch.linalg.vector_norm(scaled))  # the Frobenius norm of all blocks bounds every eigenvalue
-    return least > 0 and (largest / least + 1) * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3
+    if not smallest > 0:  # written so that NaN is not safe
+        return False
+    condition = largest / smallest + 1
+    return bool(condition * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3)
 
 
 def inverses_of_equals(seconds: list[Tensor], dampings: Sequence[Damping], dtype: torch.dtype) -> list[Tensor]:
-    """The inverses of several moments of one small shape by one factorisation; none if that fails."""
-    amounts = [d.amounts(second.diagonal()) for d, second in zip(dampings, seconds, strict=True)]
+    """Return the inverses of moments of one small shape, by one factorisation; an empty list if that fails."""
+    amounts = [damping.amounts(second.diagonal()) for damping, second in zip(dampings, seconds, strict=True)]
     try:
         return list(inverse(torch.stack(seconds), 1.0, dtype, torch.stack(amounts)))
     except WhiteningError:  # factored one by one, each reports for itself what is wrong
@@ -138,12 +145,12 @@ class Root:
 
     @cached_property
     def rank(self) -> int:
-        """How many directions the statistics span, without the damping, at float64's precision."""
+        """The rank of the second moment, without the damping, at float64's precision."""
         return _rank(torch.linalg.eigvalsh(self.scaled))
 
 
 def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver = "eigh") -> Root:
-    """The root of the damped inverse of a second moment (d, d), or of n moments at once (n, d, d), float64.
+    """Return the root of the damped inverse of a second moment (d, d), or of n moments at once (n, d, d), float64.
 
     Raises WhiteningError if the moment is not finite, or is singular and not damped.
 
@@ -164,7 +171,7 @@ def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver =
 
 
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """λ and P of a symmetric matrix; an error of LAPACK becomes a WhiteningError."""
+    """Return λ and P of a symmetric matrix; raise WhiteningError where LAPACK fails."""
     try:
         return cast(tuple[Tensor, Tensor], torch.linalg.eigh(matrix))
     except LinAlgError as reason:
@@ -172,7 +179,7 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _root(second: Tensor, epsilon: float | Tensor, solver: RootSolver = "eigh") -> Tensor:
-    """U with U (Ž+ε) Uᵀ = I.
+    """Return U with U (Ž+ε) Uᵀ = I.
 
     eigh:       (Λ+ε)^(-1/2) Pᵀ, the paper's
     cholesky:   L⁻¹ from Ž+ε = LLᵀ, triangular; the paper's if rounding made the matrix indefinite
@@ -200,7 +207,7 @@ def _root(second: Tensor, epsilon: float | Tensor, solver: RootSolver = "eigh") 
 
 
 def _cholesky_factor(damped: Tensor) -> Tensor | None:
-    """L with Ž+ε = LLᵀ, or None if the matrix is not positive definite at its precision."""
+    """Return L with Ž+ε = LLᵀ, or None if the matrix is not positive definite at its precision."""
     L, failed = torch.linalg.cholesky_ex(damped)
     # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is tested too.
     pivots = L.diagonal(dim1=-2, dim2=-1) ** 2
@@ -208,7 +215,7 @@ def _cholesky_factor(damped: Tensor) -> Tensor | None:
 
 
 def _symmetrised(second: Tensor) -> Tensor:
-    """(Ž + Žᵀ) / 2 in float64; raises WhiteningError if it is not finite."""
+    """Return (Ž + Žᵀ) / 2 in float64; raise WhiteningError if it is not finite."""
     # LAPACK's eigh returns numbers for NaN input without an error, so finiteness is tested here.
     if not finite(second):
         raise WhiteningError("the statistics are not finite (NaN or infinity in the layer's inputs or errors)")
@@ -217,9 +224,10 @@ def _symmetrised(second: Tensor) -> Tensor:
 
 
 def _rank(eigenvalues: Tensor) -> int:
+    """Return the number of eigenvalues that are not zero to rounding."""
     return int((eigenvalues > _rounding(eigenvalues).unsqueeze(-1)).sum())
 
 
 def _rounding(eigenvalues: Tensor) -> Tensor:
-    """What cannot be distinguished from zero beside a block's largest eigenvalue, as in numpy's matrix_rank."""
+    """Return the size below which an eigenvalue of a block counts as zero, as in numpy's matrix_rank."""
     return eigenvalues.amax(dim=-1).clamp(min=0) * eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps

@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,12 +40,31 @@ class Factor(ABC):
     Matrices have the side's features in one dimension: (features, n) from the left, (n, features) from the right, with
     a leading dimension if the side has several groups.
 
-    cost:   operations that a product takes for each entry of the matrix it is applied to
-    dtype:  of the factor
+    cost:          operations that a product takes for each entry of the matrix it is applied to
+    dtype:         of the factor
+    tensor_names, number_names
+                   the attributes that it is made of, for state, exchange between processes and checkpoints: one tensor,
+                   and up to two numbers
     """
 
     cost: int
     dtype: torch.dtype
+    tensor_names: ClassVar[tuple[str, ...]] = ()
+    number_names: ClassVar[tuple[str, ...]] = ()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that it is made of, by name."""
+        return {name: getattr(self, name) for name in self.tensor_names}
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers that it is made of, by name."""
+        return {name: getattr(self, name) for name in self.number_names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors and numbers; `factor_of_state` restores the factor."""
+        # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
+        tensors = {name: own if own._base is None else own.clone() for name, own in self.tensors().items()}
+        return tensors | self.numbers()
 
     @abstractmethod
     def left(self, M: Tensor) -> Tensor:
@@ -64,16 +83,14 @@ class Factor(ABC):
     def to(self, dtype: torch.dtype) -> Factor:
         """The factor in another precision."""
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values; `factor_of_state` restores the factor."""
-
 
 class Dense(Factor):
     """The inverse itself: (size, size), or (lead, size, size) block by block.
 
     The products of blocks of one coordinate are taken by elements.
     """
+
+    tensor_names = ("inverse",)
 
     def __init__(self, inverse: Tensor, blocks: Blocks) -> None:
         self.inverse = inverse
@@ -89,13 +106,13 @@ class Dense(Factor):
 
     def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         blocks = self.blocks
-        if blocks.size > 1 and blocks.count == 1 and blocks.positions == 1:
+        if blocks.size > 1 and blocks.count == 1:
             return M @ self.inverse
         parts = split(M.reshape(blocks.groups, -1, blocks.features), blocks)
         inverse = self.inverse.view(blocks.groups, blocks.count, blocks.size, blocks.size)
         if blocks.size == 1:
-            return (parts * inverse.unsqueeze(1)).reshape(M.shape)
-        return joined(torch.einsum("goibt,gibc->goict", parts, inverse), blocks).reshape(M.shape)
+            return (parts * inverse.squeeze(-1).unsqueeze(1)).reshape(M.shape)
+        return joined(torch.einsum("goib,gibc->goic", parts, inverse), blocks).reshape(M.shape)
 
     @cached_property
     def root(self) -> Dense:
@@ -106,10 +123,6 @@ class Dense(Factor):
 
     def to(self, dtype: torch.dtype) -> Dense:
         return Dense(self.inverse.to(dtype), self.blocks)
-
-    def state_dict(self) -> dict[str, Any]:
-        # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
-        return {"inverse": self.inverse if self.inverse._base is None else self.inverse.clone()}
 
     def __str__(self) -> str:
         return "exact"
@@ -123,6 +136,9 @@ class LowRank(Factor):
     error:  ‖(Ž+ε)^½ M (Ž+ε)^½ − I‖ of this M: an upper bound on the relative difference between a step through M and
             the exact step, in the metric of Ž+ε
     """
+
+    tensor_names = ("B",)
+    number_names = ("s", "error")
 
     def __init__(self, B: Tensor, s: float, error: float = 0.0) -> None:
         self.B = B
@@ -147,9 +163,6 @@ class LowRank(Factor):
 
     def to(self, dtype: torch.dtype) -> LowRank:
         return LowRank(self.B.to(dtype), self.s, self.error)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"B": self.B, "s": self.s, "error": self.error}
 
     def __str__(self) -> str:
         return f"rank {self.B.shape[1]} of"
@@ -178,9 +191,6 @@ class Elsewhere(Factor):
 
     def to(self, dtype: torch.dtype) -> Elsewhere:
         return Elsewhere(self.owner, self.cost, dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
     def __str__(self) -> str:
         return f"on rank {self.owner},"
@@ -216,7 +226,7 @@ def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | Non
 
 def is_single_block(factor: Factor) -> bool:
     """Whether a factor is one dense matrix, so that it can be stacked with others."""
-    return isinstance(factor, Dense) and not factor.blocks.lead and factor.blocks.positions == 1
+    return isinstance(factor, Dense) and not factor.blocks.lead
 
 
 def stacked(factors: Sequence[Factor | None]) -> Factor | None:
@@ -229,14 +239,46 @@ def stacked(factors: Sequence[Factor | None]) -> Factor | None:
 
 def shape_of_state(state: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of the inverse that a factor's `state_dict` stands for."""
-    return (len(state["B"]),) * 2 if "B" in state else tuple(state["inverse"].shape)
+    tensor = next(value for value in state.values() if isinstance(value, Tensor))
+    return (*tensor.shape[:-1], tensor.shape[-2])
 
 
 def factor_of_state(state: Mapping[str, Any], blocks: Blocks, like: Tensor) -> Factor:
     """The factor whose `state_dict` this is."""
-    if "B" in state:
-        return LowRank(state["B"].to(like), state["s"], state["error"])
-    return Dense(state["inverse"].to(like), blocks)
+    parts = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            parts[name] = value.to(like)
+    return Dense(**parts, blocks=blocks) if set(parts) == set(Dense.tensor_names) else LowRank(**parts)
+
+
+# Numbers that describe a factor, so that it can be restored from its tensor -------------------------------------------
+
+KINDS: tuple[type[Factor], ...] = (Dense, LowRank)
+DESCRIPTION = 6  # which kind it is (0: none), up to three sizes of its tensor, up to two numbers
+
+
+def description(factor: Factor | None) -> list[float]:
+    """DESCRIPTION numbers; zeros if there is no factor here."""
+    if not isinstance(factor, KINDS):
+        return [0.0] * DESCRIPTION
+    (tensor,) = factor.tensors().values()
+    sizes = [*tensor.shape, 0, 0][:3]
+    values = [*factor.numbers().values(), 0.0, 0.0][:2]
+    return [KINDS.index(type(factor)) + 1.0, *map(float, sizes), *values]
+
+
+def described_shape(numbers: Sequence[float]) -> list[int]:
+    """The shape of the tensor of a factor that was described."""
+    return [int(size) for size in numbers[1:4] if size]
+
+
+def described_state(numbers: Sequence[float], tensor: Tensor) -> dict[str, Any] | None:
+    """The `state_dict` of a factor that was described; None if there is none."""
+    if not numbers[0]:
+        return None
+    kind = KINDS[int(numbers[0]) - 1]
+    return {kind.tensor_names[0]: tensor} | dict(zip(kind.number_names, numbers[4:], strict=False))
 
 
 def exact_factor(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Factor:

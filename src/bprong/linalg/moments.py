@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bprong.linalg.blocks import Blocks, split
 
-PANEL = 128  # rows of a second moment that are computed at once; of those below, only what is left of the diagonal
+PANEL = 128  # rows of a second moment that are computed at once, from the diagonal on; symmetry gives the rest
 ORDINARY = 1e8  # sizes of numbers, and of their reciprocals, whose squares can be summed in float32
 
 
@@ -55,7 +55,7 @@ class Moments:
         return self.scatter / self.weight
 
     def second_in(self, dtype: torch.dtype) -> Tensor:
-        """Ž or D as a copy in another precision; cheaper than converting `second`."""
+        """Return a copy of Ž or D in another precision; cheaper than converting `second`."""
         return self.scatter.to(dtype, copy=True).div_(self.weight)
 
     @property
@@ -63,11 +63,11 @@ class Moments:
         """The diagonal of Ž or D."""
         if self.as_rows:
             return self.values.to(torch.float64).square().sum(dim=0) / self.weight
-        own = self.values if self.diagonal else self.values.diagonal(dim1=-2, dim2=-1)
-        return own.to(torch.float64) / self.weight
+        diagonal = self.values if self.diagonal else self.values.diagonal(dim1=-2, dim2=-1)
+        return diagonal.to(torch.float64) / self.weight
 
     def thinned(self) -> Moments:
-        """The moments with the diagonal of their scatter alone."""
+        """Return these moments with only the diagonal of their scatter."""
         return Moments(self.weight, self.mean, self.variances * self.weight, diagonal=True)
 
     @property
@@ -76,54 +76,56 @@ class Moments:
         return finite(self.variances)
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of both sets of observations together (Chan, Golub & LeVeque's pairwise rule)."""
-        ours, theirs = (
-            f"{'uncentred' if m.mean is None else 'centred'} moments of {tuple(m.variances.shape)} features"
-            for m in (self, other)
-        )
-        if ours != theirs:
-            raise ValueError(f"cannot merge {ours} with {theirs}")
+        """Return the moments of both sets of observations (Chan, Golub & LeVeque's pairwise rule)."""
+        if self._description != other._description:
+            raise ValueError(f"cannot merge {self._description} with {other._description}")
         return self.average(other, 1.0)
 
+    @property
+    def _description(self) -> str:
+        """What must be equal for two moments to be merged, in words."""
+        kind = "uncentred" if self.mean is None else "centred"
+        return f"{kind} moments of {tuple(self.variances.shape)} features"
+
     def copy(self) -> Moments:
-        """These moments, summed in float64, in memory of their own."""
+        """Return these moments, summed in float64, in new memory."""
         scatter = self.scatter
         return replace(self, values=scatter.clone() if scatter is self.values else scatter, as_rows=False)
 
     def average(self, new: Moments, keep: float) -> Moments:
-        """A running average without bias: the merger of `new` with these moments, whose weight counts `keep` times."""
+        """Return a running average without bias: these moments, with `keep` times their weight, merged with `new`."""
         return self.copy().average_(new, keep)
 
     def average_(self, new: Moments, keep: float) -> Moments:
-        """The same in the memory of these moments, which must be float64 and are not valid afterwards."""
-        old = self.weight * keep
-        weight = old + new.weight
+        """Return the same in the memory of these moments, which must be float64 and are not valid afterwards."""
+        old_weight = self.weight * keep
+        weight = old_weight + new.weight
         if self.diagonal:
             scatter = self.values.mul_(keep).add_(new.variances, alpha=new.weight)
         elif new.as_rows:
             scatter = add_products_(self.values, new.values, keep)
         else:
             scatter = self.values
-            parts = (torch.split(values, PANEL, dim=-2) for values in (scatter, new.values))
-            for panel, added in zip(*parts, strict=True):
-                panel.mul_(keep).add_(added)  # which makes a converted copy of what is added
+            new_panels = torch.split(new.values, PANEL, dim=-2)
+            for panel, new_panel in zip(torch.split(scatter, PANEL, dim=-2), new_panels, strict=True):
+                panel.mul_(keep).add_(new_panel)  # which makes a converted copy of the new panel
         if self.mean is None or new.mean is None:
             return Moments(weight, None, scatter, diagonal=self.diagonal)
         difference = new.mean - self.mean
         # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
         mean = self.mean + difference * (new.weight / weight)
-        between = old * new.weight / weight
+        between = old_weight * new.weight / weight
         if self.diagonal:
             return Moments(weight, mean, scatter.addcmul_(difference, difference, value=between), diagonal=True)
         return Moments(weight, mean, add_outer(scatter, difference, difference, between, out=scatter))
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy, since averages change in place."""
+        """Return a copy of the numbers, since averages change in place."""
         return {"weight": self.weight, "mean": self.mean, "scatter": self.copy().values}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], device: torch.device) -> Moments:
-        """A copy of what `state_dict` returned."""
+        """Return moments from a copy of what `state_dict` returned."""
         mean = state["mean"]
         return cls(state["weight"], None if mean is None else mean.to(device), state["scatter"].to(device, copy=True))
 
@@ -141,8 +143,8 @@ class Sums:
 
     >>> sums = Sums(centre=True)
     >>> sums.add(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
-    >>> found = sums.moments()
-    >>> found.mean.tolist(), found.second.tolist()
+    >>> moments = sums.moments()
+    >>> moments.mean.tolist(), moments.second.tolist()
     ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
     """
 
@@ -152,8 +154,8 @@ class Sums:
         self._centre = centre
         self._origin: Tensor | None = None
         self._sum: Tensor | float = 0.0  # s, float64
-        self._kept: list[Tensor] = []
-        self._summed: Tensor | None = None
+        self._chunks: list[Tensor] = []  # rows about the origin whose products are not in the scatter yet
+        self._scatter: Tensor | None = None
 
     def add(self, rows: Tensor, expected: int = 0) -> None:
         """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
@@ -161,123 +163,122 @@ class Sums:
         if self._origin is None:
             rows = rows.to(float64_device(rows), _precision(rows))
             self._origin = _origin(rows) if self._centre else rows.new_zeros(())
-        own = rows.to(self._origin)
+        rows = rows.to(self._origin)
         if self._centre:
-            own = own - self._origin
-            self._sum = self._sum + own.sum(dim=0).to(torch.float64)
+            rows = rows - self._origin
+            self._sum = self._sum + rows.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
-        if self._summed is None and (self._keep_rows or max(self.rows, expected) < rows.shape[-1]):
-            self._kept.append(own if self._centre else own.clone())
+        if self._scatter is None and (self._keep_rows or max(self.rows, expected) < rows.shape[-1]):
+            self._chunks.append(rows if self._centre else rows.clone())
             return
-        if self._summed is None:
-            self._summed = own.new_zeros(*own.shape[1:], own.shape[-1])
-        for part in (*self._kept, own):
-            add_products_(self._summed, part)
-        self._kept.clear()
+        if self._scatter is None:
+            self._scatter = rows.new_zeros(*rows.shape[1:], rows.shape[-1])
+        for chunk in (*self._chunks, rows):
+            add_products_(self._scatter, chunk)
+        self._chunks.clear()
 
     def count(self, indices: Tensor, features: int) -> None:
         """Add one-hot rows by the indices of their ones: `features` blocks of one coordinate each."""
         counts = torch.bincount(indices.flatten(), minlength=features).to(torch.float64).view(-1, 1, 1)
         self.rows += indices.numel()
-        self._summed = counts if self._summed is None else self._summed + counts
+        self._scatter = counts if self._scatter is None else self._scatter + counts
 
     def moments(self, weight: float | None = None) -> Moments:
-        """Their moments, to be taken once; weight: what they are divided by, None: the number of rows.
+        """Return the moments of all rows; to be called once.
+
+        weight: what they are divided by; None: the number of rows
 
         D is divided by the number of targets. Where one weight acts at many positions, the score of an example is the
         sum over positions, and so is its Fisher matrix: the mean over positions would lose a factor of their number.
         """
         weight = float(self.rows) if weight is None else weight
-        mean = self._origin + self._sum / self.rows if self._centre and self._origin is not None else None
-        if self._summed is None:
-            kept = self._kept[0] if len(self._kept) == 1 else torch.cat(self._kept)
-            if isinstance(self._sum, Tensor):
-                kept.sub_(self._sum.to(kept), alpha=1 / self.rows)
-            return Moments(weight, mean, kept, as_rows=True)
-        if isinstance(self._sum, Tensor):
-            total = self._sum.to(self._summed)
-            add_outer(self._summed, total, total, -1 / self.rows, out=self._summed)
-        return Moments(weight, mean, self._summed)
+        as_rows = self._scatter is None
+        values = self._scatter
+        if values is None:
+            values = self._chunks[0] if len(self._chunks) == 1 else torch.cat(self._chunks)
+        if self._origin is None or not isinstance(self._sum, Tensor):
+            return Moments(weight, None, values, as_rows)
+        s = self._sum.to(values)
+        if as_rows:
+            values.sub_(s, alpha=1 / self.rows)
+        else:
+            add_outer(values, s, s, -1 / self.rows, out=values)
+        return Moments(weight, self._origin + self._sum / self.rows, values, as_rows)
 
 
 def _origin(rows: Tensor) -> Tensor:
-    """The mean of rows; of a constant feature exactly the constant, so that its variance is exactly zero."""
+    """Return the mean of rows; for a constant feature exactly the constant, so that its variance is exactly zero."""
     first = rows[0]
     return first + (rows - first).mean(dim=0)
 
 
 def _precision(rows: Tensor) -> torch.dtype:
-    """The precision to sum rows in: at least float32, and float64 if squares in float32 could over- or underflow."""
+    """Return the precision to sum rows in: at least float32; float64 if squares in float32 could over- or underflow."""
     if rows.dtype is torch.float64:
         return torch.float64
-    least, greatest = rows.aminmax()
-    largest = max(-float(least), float(greatest))
+    minimum, maximum = rows.aminmax()
+    largest = max(-float(minimum), float(maximum))
     return torch.float32 if largest == 0 or 1 / ORDINARY <= largest <= ORDINARY else torch.float64
 
 
 def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:
-    """keep · scatter + Σ over rows of their outer products, in place: (d, d) and (rows, d), or with blocks between.
+    """Return keep · scatter + Σ zzᵀ over the rows z, in place.
 
-    The products are computed in the precision of the scatter, one half of them, panel by panel.
+    scatter is (d, d) and rows are (n, d), or (blocks, d, d) and (n, blocks, d). The products are computed
+    in the precision of the scatter, one half of them, panel by panel.
     """
     rows = rows.to(scatter.dtype)
     size = scatter.shape[-1]
     if size == 1:
         return scatter.mul_(keep).add_(rows.square().sum(dim=0).unsqueeze(-1))
-    left = rows.movedim(0, -1)  # (d, rows), or (blocks, d, rows)
-    right = rows.movedim(0, -2)
+    Z = rows.movedim(0, -2)  # (n, d), or (blocks, n, d)
     add_product_ = Tensor.addmm_ if scatter.ndim == 2 else Tensor.baddbmm_
     for i in range(0, size, PANEL):
         j = min(i + PANEL, size)
-        add_product_(scatter[..., i:j, i:], left[..., i:j, :], right[..., i:], beta=keep)
+        add_product_(scatter[..., i:j, i:], Z[..., i:j].mT, Z[..., i:], beta=keep)
         scatter[..., j:, i:j] = scatter[..., i:j, j:].mT
     return scatter
 
 
 def block_rows(values: Tensor, blocks: Blocks) -> Tensor:
-    """(rows, groups, features) → the rows that moments are taken of: (rows · positions, size), or with `lead` between.
-
-    Each position of a convolution's kernel counts as a row where all positions share their channels' moments.
-    """
+    """(rows, groups, features) → the rows that moments are taken of: (rows, size), or with `lead` between."""
     values = split(values.reshape(len(values), blocks.groups, -1), blocks).flatten(1, 2)
-    values = values.movedim(-1, 1).flatten(0, 1)
     return values if blocks.lead else values.squeeze(1)
 
 
 def feature_means(mean: Tensor, blocks: Blocks) -> Tensor:
     """A mean (size) or (lead, size) as the mean of every feature: (features,), or (groups, features)."""
-    means = mean.reshape(blocks.groups, -1, 1).expand(-1, -1, blocks.positions).flatten(1)
-    means = means[:, : blocks.features]
+    means = mean.reshape(blocks.groups, -1)[:, : blocks.features]
     return means if blocks.groups > 1 else means.squeeze(0)
 
 
 def finite(values: Tensor) -> bool:
-    """Whether all values are finite. Their sum tells at a fraction of the cost, unless it overflows."""
+    """Return whether all values are finite. Their sum tells at a fraction of the cost, unless it overflows."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """abᵀ, block by block if there are leading dimensions."""
+    """Return abᵀ, block by block if there are leading dimensions."""
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
 def add_outer(M: Tensor, a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
-    """M + α abᵀ, block by block if there is a leading dimension; `out` may be M."""
+    """Return M + α abᵀ, block by block if there is a leading dimension; `out` may be M."""
     if M.ndim == 2:
         return torch.addr(M, a, b, alpha=alpha, out=out)
     return torch.baddbmm(M, a.unsqueeze(-1), b.unsqueeze(-2), alpha=alpha, out=out)
 
 
 def float64_copy(values: Tensor) -> Tensor:
-    """A detached float64 copy, on the tensor's device or, if that has no float64, on the CPU."""
+    """Return a detached float64 copy, on the tensor's device or, if that has no float64, on the CPU."""
     return values.detach().to(float64_device(values), torch.float64, copy=True)
 
 
 def to_float64(values: Tensor) -> Tensor:
-    """The values in float64, still part of the autograd graph; no copy if they are float64 already."""
+    """Return the values in float64, still part of the autograd graph; no copy if they are float64 already."""
     return values.to(float64_device(values), torch.float64)
 
 
 def float64_device(values: Tensor) -> torch.device:
-    """Where float64 tensors about `values` are kept."""
+    """Return the device for float64 tensors about `values`."""
     return torch.device("cpu") if values.device.type == "mps" else values.device

@@ -5,7 +5,7 @@
 
 Muon (Jordan et al., 2024) approaches msgn by five steps X ← (a + bA + cA²) X with A = XXᵀ, which bring singular values
 from 0.003 on to between 0.7 and 1.2. All of these steps are polynomials in the first A, so that X itself need not be
-iterated: with R the root of the smaller side, say the left one,
+iterated: with R the root of the smaller side, say that of the outputs,
 
     A = R (M Q Mᵀ) Rᵀ / t,  t = tr      and      Rᵀ msgn(R M Uᵀ) U = Rᵀ p(A) R (M Q) / √t
 
@@ -28,14 +28,15 @@ SHARED_UP_TO = 2**14  # entries: the product of a larger matrix takes much longe
 
 
 def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
-    """p(A) with p(A) X ≈ msgn(X) for A = XXᵀ of trace one; (…, m, m).
+    """Return p(A) with p(A) X ≈ msgn(X) for A = XXᵀ of trace one; (…, m, m).
 
     >>> A = torch.diag(torch.tensor([0.64, 0.36], dtype=torch.float64))
     >>> (polynomial(A) @ A.sqrt()).diagonal()
     tensor([1.1192, 0.7229], dtype=torch.float64)
     """
     a, b, c = QUINTIC
-    p = torch.baddbmm(A, A, A, beta=b, alpha=c) if A.ndim == 3 else torch.addmm(A, A, A, beta=b, alpha=c)
+    add_product = torch.baddbmm if A.ndim == 3 else torch.addmm
+    p = add_product(A, A, A, beta=b, alpha=c)
     p.diagonal(dim1=-2, dim2=-1).add_(a)
     return p if steps == 1 else polynomial(p @ (A @ p), steps - 1) @ p  # A of the next step is that of p X
 
@@ -43,19 +44,19 @@ def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
 class Metric(NamedTuple):
     """The factors of the two sides of a matrix; None: the identity.
 
-    left:  P = RᵀR of the outputs
-    right: Q = UᵀU of the inputs
+    outputs: P = RᵀR
+    inputs:  Q = UᵀU
     """
 
-    left: Factor | None = None
-    right: Factor | None = None
+    outputs: Factor | None = None
+    inputs: Factor | None = None
 
 
 class WhitenedMsgn:
     """Rᵀ msgn(R M Uᵀ) U of matrices M (out, in), or (groups, out, in); those of one shape share their products.
 
-    matrices: of the shapes that it is called with
-    metrics:  of each of them
+    matrices: examples of what it is called with, for their shapes
+    metrics:  the metric of each matrix
 
     >>> M = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -4.0]], dtype=torch.float64)
     >>> WhitenedMsgn([M], [Metric()])([M])[0]
@@ -65,22 +66,28 @@ class WhitenedMsgn:
 
     def __init__(self, matrices: Sequence[Tensor], metrics: Sequence[Metric]) -> None:
         shapes = [_shape(M, metric) for M, metric in zip(matrices, metrics, strict=True)]
-        self._stacks = [_Stack([metrics[i] for i in places], places, matrices[places[0]]) for places in _equal(shapes)]
+        self._stacks: list[_Stack] = []
+        for places in _places_of_equals(shapes):
+            self._stacks.append(_Stack([metrics[i] for i in places], places, matrices[places[0]]))
 
     def __call__(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        stacks = self._stacks
-        joined = [stack.joined(matrices) for stack in stacks]
-        products = [M if stack.Q is None else stack.Q.right(M) for stack, M in zip(stacks, joined, strict=True)]  # M Q
-        grams = [stack.between(product @ M.mT) for stack, M, product in zip(stacks, joined, products, strict=True)]
-        smallest = torch.finfo(torch.float32).tiny  # M may be zero, and then stays so
-        traces = [A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=smallest) for A in grams]
-        polynomials = _polynomials([A / t for A, t in zip(grams, traces, strict=True)])
+        grams = []  # A
+        products = []  # M Q / √t
+        for stack in self._stacks:
+            M = stack.join(matrices)
+            MQ = M if stack.Q is None else stack.Q.right(M)
+            A = stack.between(MQ @ M.mT)
+            trace = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+            trace = trace.clamp(min=torch.finfo(torch.float32).tiny)  # M may be zero, and then stays so
+            grams.append(A / trace)
+            products.append(MQ * trace.rsqrt())
         results: list[Tensor] = list(matrices)
-        for stack, product, t, p in zip(stacks, products, traces, polynomials, strict=True):
-            msgn = stack.between(p) @ (product * t.rsqrt())
-            msgn = msgn.mT if stack.is_tall else msgn
-            for place, result in zip(stack.places, msgn if len(stack.places) > 1 else [msgn], strict=True):
-                results[place] = result
+        for stack, product, p in zip(self._stacks, products, _polynomials(grams), strict=True):
+            msgn = stack.between(p) @ product
+            if stack.is_tall:
+                msgn = msgn.mT
+            for i, place in enumerate(stack.places):
+                results[place] = msgn if len(stack.places) == 1 else msgn[i]
         return results
 
 
@@ -95,33 +102,36 @@ class _Stack:
     def __init__(self, metrics: Sequence[Metric], places: Sequence[int], like: Tensor) -> None:
         self.places = places
         self.is_tall = like.shape[-2] > like.shape[-1]
-        rows = [metric.right if self.is_tall else metric.left for metric in metrics]
-        columns = [metric.left if self.is_tall else metric.right for metric in metrics]
+        rows = [metric.outputs for metric in metrics]
+        columns = [metric.inputs for metric in metrics]
+        if self.is_tall:
+            rows, columns = columns, rows
         self.S = stacked([None if factor is None else factor.root for factor in rows])
         self.Q = stacked(columns)
 
-    def joined(self, matrices: Sequence[Tensor]) -> Tensor:
-        """(n, rows, columns), or a single matrix; each divided by its largest entry, so that squares stay ordinary."""
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Return (n, rows, columns), or a single matrix; each divided by its largest entry, to avoid overflow."""
         places = self.places
         M = matrices[places[0]] if len(places) == 1 else torch.stack([matrices[i] for i in places])
-        M = M / M.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
+        largest = M.abs().amax(dim=(-2, -1), keepdim=True)
+        M = M / largest.clamp(min=torch.finfo(M.dtype).tiny)
         return M.mT if self.is_tall else M
 
     def between(self, A: Tensor) -> Tensor:
-        """S A S."""
+        """Return S A S."""
         return A if self.S is None else self.S.right(self.S.left(A))
 
 
 def _shape(M: Tensor, metric: Metric) -> object:
-    """What matrices must have in common to share their products; unique for one that cannot share them."""
+    """Return what matrices must have in common to share their products; a unique object for one that cannot."""
     factors = [factor for factor in metric if factor is not None]
     if M.ndim > 2 or M.numel() > SHARED_UP_TO or not all(map(is_single_block, factors)):
         return object()
-    return M.shape, M.dtype, M.device, metric.left is None, metric.right is None
+    return M.shape, M.dtype, M.device, metric.outputs is None, metric.inputs is None
 
 
-def _equal(shapes: Sequence[object]) -> list[list[int]]:
-    """The places of equal shapes, together."""
+def _places_of_equals(shapes: Sequence[object]) -> list[list[int]]:
+    """Return the places of each distinct shape."""
     places: dict[object, list[int]] = {}
     for i, shape in enumerate(shapes):
         places.setdefault(shape, []).append(i)
@@ -129,11 +139,12 @@ def _equal(shapes: Sequence[object]) -> list[list[int]]:
 
 
 def _polynomials(grams: Sequence[Tensor]) -> list[Tensor]:
-    """The polynomials of stacks of matrices; matrices of one size share their products."""
+    """Return the polynomials of stacks of matrices; matrices of one size share their products."""
     flat = [A.reshape(-1, *A.shape[-2:]) for A in grams]
     results: list[Tensor] = list(flat)
-    for same in _equal([(A.shape[1:], A.dtype, A.device) for A in flat]):
-        stack = polynomial(flat[same[0]] if len(same) == 1 else torch.cat([flat[i] for i in same]))
-        for i, part in zip(same, torch.split(stack, [len(flat[i]) for i in same]), strict=True):
+    for places in _places_of_equals([(A.shape[1:], A.dtype, A.device) for A in flat]):
+        stack = [flat[i] for i in places]
+        p = polynomial(stack[0] if len(stack) == 1 else torch.cat(stack))
+        for i, part in zip(places, torch.split(p, list(map(len, stack))), strict=True):
             results[i] = part.view_as(grams[i])
     return results

@@ -17,8 +17,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 
-def minimiser(A: Array, b: Array, most: Sequence[float]) -> Array:
-    """The c with the least ½cᵀAc + bᵀc among 0 ≤ c ≤ most; A (k, k) is positive semidefinite, k small.
+def minimiser(A: Array, b: Array, limits: Sequence[float]) -> Array:
+    """Return the c that minimises ½cᵀAc + bᵀc over 0 ≤ c ≤ limits; A (k, k) is positive semidefinite, k small.
 
     In NumPy, whose calls take a tenth of torch's time here.
 
@@ -30,19 +30,20 @@ def minimiser(A: Array, b: Array, most: Sequence[float]) -> Array:
     # parallel share a step instead of cancelling each other.
     H = A * scale[:, None] * scale + 1e-6 * np.eye(len(b))
     h = b * scale
-    bounds = [m / s for m, s in zip(most, scale.tolist(), strict=True)]
-    found = min(_candidates(H, h, bounds), key=lambda c: float(c @ H @ c / 2 + h @ c))
-    return found * scale + 0.0  # +0.0 turns −0 into 0
+    scaled_limits = [limit / unit for limit, unit in zip(limits, scale.tolist(), strict=True)]
+    best = min(_candidates(H, h, scaled_limits), key=lambda c: float(c @ H @ c / 2 + h @ c))
+    return best * scale + 0.0  # +0.0 turns −0 into 0
 
 
-def _candidates(A: Array, b: Array, most: Sequence[float]) -> Iterator[Array]:
-    """For each way to fix some coordinates at 0 or at their most, the minimum over the others if it is allowed."""
-    for fixed in product(*((None, 0.0) if math.isinf(m) else (None, 0.0, m) for m in most)):
+def _candidates(A: Array, b: Array, limits: Sequence[float]) -> Iterator[Array]:
+    """Yield the minimum over the free coordinates, if allowed, for each way to fix others at 0 or at their limit."""
+    choices = [(None, 0.0) if math.isinf(limit) else (None, 0.0, limit) for limit in limits]
+    for fixed in product(*choices):
         c = np.array([value or 0.0 for value in fixed])
         free = [i for i, value in enumerate(fixed) if value is None]
         if free:
             c[free] = -np.linalg.solve(A[free][:, free], (b + A @ c)[free])
-        if all(0 <= x <= m for x, m in zip(c, most, strict=True)):
+        if all(0 <= x <= limit for x, limit in zip(c, limits, strict=True)):
             yield c
             if len(free) == len(b):  # nothing is fixed: the global minimum
                 return

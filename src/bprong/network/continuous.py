@@ -52,7 +52,7 @@ class Track:
     turn: int = 0
 
     def step(self, U: Tensor, V: Tensor, mu: float, damping: Damping) -> tuple[Multiplier, Track]:
-        """T of the relative step by the rows V (n, d) of a batch, VᵀV their second moment, and the track after it.
+        """Return T of the relative step by rows V (n, d) of a batch, VᵀV their second moment, and the track after it.
 
         Raises WhiteningError if the side has drifted and needs an exact factorisation.
         """
@@ -65,7 +65,7 @@ class Track:
 
 
 def damping_rows(U: Tensor, epsilon: Tensor, mu: float, turn: int) -> Tensor:
-    """The rows √(Kε) U e_j (m, d) that damp every K-th of the coordinates at step number `turn`, for ε (d,).
+    """Return the rows √(Kε) U e_j (m, d) that damp every K-th of the coordinates at step number `turn`, for ε (d,).
 
     >>> [damping_rows(torch.eye(4), torch.ones(4), 0.25, turn).argmax(dim=1).tolist() for turn in range(3)]
     [[0, 2], [1, 3], [0, 2]]
@@ -76,7 +76,7 @@ def damping_rows(U: Tensor, epsilon: Tensor, mu: float, turn: int) -> Tensor:
 
 
 def centred_rows(V: Tensor, mean: Tensor, c: Tensor, mu: float) -> tuple[Tensor, Tensor]:
-    """Rows V of a second moment about the mean z̄, as rows about c' = (1−μ)c + μz̄, and c'.
+    """Return rows V of a second moment about the mean z̄ as rows about c' = (1−μ)c + μz̄, and c'.
 
     (1−μ)S + μVᵀV is then the moment about c' of the mixture of both, including the distance between their means.
     """
@@ -85,7 +85,7 @@ def centred_rows(V: Tensor, mean: Tensor, c: Tensor, mu: float) -> tuple[Tensor,
 
 
 def near_identity(V: Tensor, mu: float) -> Multiplier:
-    """T with T ((1−μ) I + μ VᵀV) Tᵀ = I, for rows V (n, d) in whitened coordinates."""
+    """Return T with T ((1−μ) I + μ VᵀV) Tᵀ = I, for rows V (n, d) in whitened coordinates."""
     if len(V) > V.shape[-1]:
         V = torch.linalg.qr(V, mode="r").R  # d rows with the same VᵀV
     rho = mu / (1 - mu)
@@ -100,6 +100,6 @@ def near_identity(V: Tensor, mu: float) -> Multiplier:
 
 
 def _times(gain: float, V: Tensor, C: Tensor, M: Tensor) -> Tensor:
-    """gain · (I + VᵀCV) M, for V (n, d), C (n, n) and M (d, k): 4ndk operations."""
+    """Return gain · (I + VᵀCV) M, for V (n, d), C (n, n) and M (d, k): 4ndk operations."""
     V = V.to(M)
     return torch.addmm(M, V.mT, C.to(M) @ (V @ M), alpha=gain, beta=gain)

@@ -24,15 +24,12 @@ def whiten_(
     *,
     backward: bool = True,
     max_dim: int = MAX_DIM,
-    channels: bool = False,
 ) -> M:
-    """Replaces every `nn.Linear` and `nn.Conv2d` of a model by a whitened layer with the same function; returns it.
+    """Replace every `nn.Linear` and `nn.Conv2d` of a model by a whitened layer with the same function; return it.
 
     filter_fn   filter_fn(module, name) says whether to replace a layer; by default all are replaced
     backward    False: forward-only layers (PRONG)
-    max_dim     a side with more features is whitened in blocks; a convolution's inputs over its channels, which all
-                positions of the kernel share
-    channels    True: every convolution's inputs are whitened over its channels
+    max_dim     a side with more features is whitened in blocks
 
     Build the optimizer afterwards, since the layers have new parameters. Subclasses are not replaced, because what they
     compute and who reads their weight is not known.
@@ -51,50 +48,51 @@ def whiten_(
         )
     _refuse_unfit(model, chosen)  # check everything before changing anything
     for name, module in chosen.items():
-        model.set_submodule(
-            name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim, channels=channels)
-        )
+        model.set_submodule(name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim))
     return model
 
 
 def fold(model: M) -> M:
-    """A copy of `model` in which a stock layer with the same function takes the place of every whitened one.
+    """Return a copy of `model` with a stock layer of the same function in place of every whitened one.
 
     It has the classes and `state_dict` keys that the model had before `whiten_`.
 
     >>> fold(whiten_(nn.Sequential(nn.Linear(4, 3)))).state_dict().keys()
     odict_keys(['0.weight', '0.bias'])
     """
-    # deepcopy takes the entries of its memo for copies already made
-    return copy.deepcopy(model, {id(layer): layer.to_stock() for layer in whitened_layers(model).values()})
+    memo = {id(layer): layer.to_stock() for layer in whitened_layers(model).values()}
+    return copy.deepcopy(model, memo)  # which takes the entries of its memo for copies already made
 
 
 def whitened_layers(model: nn.Module) -> dict[str, WhitenedLayer]:
+    """Return the whitened layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, WhitenedLayer)}
 
 
 def _refuse_unfit(model: nn.Module, chosen: Mapping[str, Stock]) -> None:
-    """Raises ValueError if a layer cannot be replaced without changing what the model computes or learns."""
+    """Raise ValueError if a layer cannot be replaced without changing what the model computes or learns."""
     for name, wrapper in model.named_modules():
         if is_wrapper(wrapper):
             raise ValueError(
                 f"{name or 'the model'} is wrapped in {type(wrapper).__name__}, which already holds the parameters "
                 f"that whiten_ would replace; give the inner model"
             )
-    owners = defaultdict(list)  # every name under which each parameter is reached
+    names = defaultdict(list)  # every name under which each parameter is reached
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners[parameter].append(name)
+        names[parameter].append(name)
     for name, module in chosen.items():
         if not name:
             raise ValueError(f"a bare nn.{type(module).__name__} cannot be replaced in place; wrap it in nn.Sequential")
-        own = dict(module.named_parameters())
-        reasons = {
-            "its weight is complex, and only real layers can be whitened": module.weight.is_complex(),
-            "its weight is computed from other parameters (like weight norm)": not own.keys() <= {"weight", "bias"},
-            "it has hooks, which a new layer would lose": any(getattr(module, hooks) for hooks in _HOOKS),
-        } | {
-            f"its {key} is shared (tied) by {', '.join(owners[p])}; only one layer can whiten it": len(owners[p]) > 1
-            for key, p in own.items()
-        }
-        if found := "; ".join(reason for reason, holds in reasons.items() if holds):
-            raise ValueError(f"{name}: {found}. Leave it out by filter_fn")
+        parameters = dict(module.named_parameters())
+        reasons = []
+        if module.weight.is_complex():
+            reasons.append("its weight is complex, and only real layers can be whitened")
+        if not parameters.keys() <= {"weight", "bias"}:
+            reasons.append("its weight is computed from other parameters (like weight norm)")
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            reasons.append("it has hooks, which a new layer would lose")
+        for key, p in parameters.items():
+            if len(names[p]) > 1:
+                reasons.append(f"its {key} is shared (tied) by {', '.join(names[p])}; only one layer can whiten it")
+        if reasons:
+            raise ValueError(f"{name}: {'; '.join(reasons)}. Leave it out by filter_fn")

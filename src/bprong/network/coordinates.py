@@ -13,8 +13,7 @@ gradient is a covector and moves by the inverse transpose. The two differ unless
 each kind of state has a method of its own. `carry_` moves what a torch optimizer remembers of W† and b† with them.
 
 A weight keeps its own shape: (out, in), or (out, channels, *kernel) for a convolution. If a side is whitened in several
-blocks (`Blocks`), it changes block by block, and U, c and R have a leading dimension for the blocks. If the blocks act
-on channels, all positions of the kernel share U and c.
+blocks (`Blocks`), it changes block by block, and U, c and R have a leading dimension for the blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Multiplier(NamedTuple):
 
 
 def quotient(old: Tensor, new: Tensor) -> Multiplier:
-    """T = U' U⁻¹ for any two invertible matrices, or n pairs of them, in float64."""
+    """Return T = U' U⁻¹ for any two invertible matrices, or n pairs of them, in float64."""
     solve: Callable[[Tensor, Tensor], Tensor] = torch.linalg.solve
     return Multiplier(lambda M: new @ solve(old, M), lambda M: solve(new.mT, old.mT @ M))
 
@@ -63,67 +62,73 @@ class Change:
     s: Tensor | None = None
 
     def velocity(self, W: Tensor, b: Tensor | None = None) -> Pair:
-        """Moves parameters, and whatever is added to them."""
-        moved, b = self._applied(self.T.transposed_solve, W, b)
-        return moved, b if b is None or self.s is None else b + times_mean(W, self.s, self.blocks)
+        """Return parameters, or whatever is added to them, in the new coordinates."""
+        W_new, b_new = self._apply(self.T.transposed_solve, W, b)
+        if b_new is not None and self.s is not None:
+            b_new = b_new + times_mean(W, self.s, self.blocks)
+        return W_new, b_new
 
     def gradient(self, W: Tensor, b: Tensor | None = None) -> Pair:
-        """Moves gradients by the parameters."""
-        centred = W if b is None or self.s is None else W - self._outer(b, self.s, W)
-        return self._applied(self.T.times, centred, b)
+        """Return gradients in the new coordinates."""
+        if b is not None and self.s is not None:
+            W = W - self._outer(b, self.s, W)
+        return self._apply(self.T.times, W, b)
 
     def squares(self, W: Tensor, b: Tensor | None = None) -> Pair:
-        """Moves mean squares v of gradients, which are taken to be uncorrelated.
+        """Return mean squares v of gradients, which are taken to be uncorrelated, in the new coordinates.
 
         With g' = L g, the diagonal of L diag(v) Lᵀ is (L∘L) v, the best estimate that a diagonal v allows. It stays
         positive; correlations, which v does not contain, are lost.
         """
         T = self.T.times(W.new_ones(self.blocks.shape[:-1]).diag_embed())
-        moved, b = self._applied(T.square().matmul, W, b)
-        if b is not None and self.s is not None:
-            moved = moved + self._outer(b, (T @ self.s.unsqueeze(-1)).squeeze(-1).square(), W)
-        return moved, b
+        W_new, b_new = self._apply(T.square().matmul, W, b)
+        if b_new is not None and self.s is not None:
+            shift = (T @ self.s.unsqueeze(-1)).squeeze(-1)
+            W_new = W_new + self._outer(b_new, shift.square(), W)
+        return W_new, b_new
 
-    def _applied(self, apply: Map, W: Tensor, b: Tensor | None) -> Pair:
-        """A map of columns on the side that changes; the bias belongs to the outputs."""
-        return on_outputs(apply, W, b, self.blocks) if self.s is None else (on_inputs(apply, W, self.blocks), b)
+    def _apply(self, function: Map, W: Tensor, b: Tensor | None) -> Pair:
+        """Apply a map of columns to the side that changes; the bias belongs to the outputs."""
+        if self.s is None:
+            return on_outputs(function, W, b, self.blocks)
+        return on_inputs(function, W, self.blocks), b
 
     def _outer(self, b: Tensor, s: Tensor, like: Tensor) -> Tensor:
-        """b sᵀ in the shape of a weight."""
+        """Return b sᵀ in the shape of a weight."""
         return outer(b.reshape(self.blocks.groups, -1), feature_means(s, self.blocks)).reshape(like.shape)
 
 
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
-    columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size, blocks.positions).permute(0, 2, 3, 1, 4)
+    columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size).permute(0, 2, 3, 1)
     moved = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
-    return moved.permute(0, 3, 1, 2, 4).reshape(W.shape)
+    return moved.permute(0, 3, 1, 2).reshape(W.shape)
 
 
 def on_outputs(apply: Map, W: Tensor, b: Tensor | None, blocks: Blocks) -> Pair:
-    """Applies a map of columns to those of a weight (out, …) and to its bias: (L W, L b) for `L.matmul`."""
+    """Apply a map of columns to those of a weight (out, …) and to its bias: (L W, L b) for `L.matmul`."""
     shape = blocks.shape[:-1]
-    moved = apply(W.reshape(*shape, -1)).reshape(W.shape)
-    return moved, None if b is None else apply(b.reshape(*shape, -1)).reshape(b.shape)
+    W_new = apply(W.reshape(*shape, -1)).reshape(W.shape)
+    return W_new, None if b is None else apply(b.reshape(*shape, -1)).reshape(b.shape)
 
 
 def times_mean(W: Tensor, mean: Tensor, blocks: Blocks) -> Tensor:
-    """W c, (out,), for c shaped like the layer's."""
+    """Return W c, (out,), for c shaped like the layer's."""
     return (W.reshape(blocks.groups, -1, blocks.features) @ feature_means(mean, blocks).unsqueeze(-1)).flatten()
 
 
 @torch.no_grad()
 def check_outputs(layer: nn.Module, new: Mapping[str, Tensor], probe: Tensor) -> None:
-    """Raises WhiteningError unless the layer's outputs on `probe` are finite and stay the same with new tensors."""
+    """Raise WhiteningError unless the layer's outputs on `probe` are finite and stay the same with new tensors."""
     before: Tensor = layer(probe)
     if not torch.isfinite(before).all():
         raise WhiteningError("its outputs on this batch are not finite")
     dtype = torch.finfo(before.dtype)
     difference = functional_call(layer, dict(new), (probe,)) - before
-    moved = float64_copy(difference).norm() / float64_copy(before).norm().clamp(min=dtype.tiny)
-    if not moved <= dtype.eps**0.5:  # written so that NaN is an error too
+    change = float64_copy(difference).norm() / float64_copy(before).norm().clamp(min=dtype.tiny)
+    if not change <= dtype.eps**0.5:  # written so that NaN is an error too
         raise WhiteningError(
-            f"re-whitening would change its outputs on this batch by {float(moved):.1e} relative, more than "
+            f"re-whitening would change its outputs on this batch by {float(change):.1e} relative, more than "
             f"{before.dtype} allows ({dtype.eps**0.5:.1e}); use a larger damping, which makes the change better "
             f"conditioned"
         )
@@ -155,23 +160,25 @@ if hasattr(torch.optim, "Muon"):  # since torch 2.9
 def holders_for(
     optimizers: Optimizer | Sequence[Optimizer], carry: Transports | Sequence[Transports | None] | None = None
 ) -> list[Holder]:
-    """One optimizer or several, each with how its state moves; `carry` says it for those that are not known."""
-    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    given = [carry] * len(several) if carry is None or isinstance(carry, Mapping) else list(carry)
-    if len(given) != len(several):
-        raise ValueError(f"carry has {len(given)} entries for {len(several)} optimizers; give None for known ones")
-    return [(optimizer, transports_for(optimizer, own)) for optimizer, own in zip(several, given, strict=True)]
+    """Return each optimizer with how its state moves; `carry` says it for those that are not known."""
+    if isinstance(optimizers, Optimizer):
+        optimizers = [optimizers]
+    if carry is None or isinstance(carry, Mapping):
+        carry = [carry] * len(optimizers)
+    if len(carry) != len(optimizers):
+        raise ValueError(f"carry has {len(carry)} entries for {len(optimizers)} optimizers; give None for known ones")
+    return [(optimizer, transports_for(optimizer, each)) for optimizer, each in zip(optimizers, carry, strict=True)]
 
 
 def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Transports:
-    """How each tensor of the optimizer's state moves; `carry` says it for optimizers that are not known."""
+    """Return how each tensor of the optimizer's state moves; `carry` says it for optimizers that are not known."""
     for key, transport in (carry or {}).items():
         one_of(f"carry[{key!r}]", transport, get_args(Transport))
     transports = _KNOWN.get(type(optimizer)) if carry is None else carry
     if transports is None:
         raise TypeError(
             f"it is not known how the state of {type(optimizer).__name__} moves with the coordinates; supported are "
-            f"{', '.join(known.__name__ for known in _KNOWN)}. Say it for each tensor of its state: "
+            f"{', '.join(kind.__name__ for kind in _KNOWN)}. Say it for each tensor of its state: "
             f"carry={{'momentum_buffer': 'velocity'}} moves this key like the parameters, 'gradient' like a gradient, "
             f"'squares' like squared gradients; carry={{}} if it has no state"
         )
@@ -179,15 +186,16 @@ def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Tra
 
 
 def check_state(holders: Sequence[Holder], layers: Mapping[str, nn.Module]) -> None:
-    """Raises ValueError unless there is a transport for exactly those tensors that are shaped like their parameter."""
-    kept = (
-        (name, parameter, optimizer, transports, key, value)
-        for name, layer in layers.items()
-        for parameter in layer.parameters()
-        for optimizer, transports in holders
-        for key, value in optimizer.state.get(parameter, {}).items()
-    )
-    for name, parameter, optimizer, transports, key, value in kept:
+    """Raise ValueError unless there is a transport for exactly those tensors that are shaped like their parameter."""
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            for optimizer, transports in holders:
+                _check_state_of(parameter, optimizer, transports, name)
+
+
+def _check_state_of(parameter: Tensor, optimizer: Optimizer, transports: Transports, name: str) -> None:
+    """Raise ValueError as `check_state` does, for what one optimizer keeps of one parameter of the layer `name`."""
+    for key, value in optimizer.state.get(parameter, {}).items():
         shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
         if shaped != (key in transports) and value is not None:
             raise ValueError(
@@ -199,46 +207,51 @@ def check_state(holders: Sequence[Holder], layers: Mapping[str, nn.Module]) -> N
 
 @torch.no_grad()
 def carry_(holders: Sequence[Holder], layer: nn.Module, change: Change) -> None:
-    """Moves the optimizers' state for one layer, and its gradients if there are any, in place."""
+    """Move the optimizers' state for one layer, and its gradients if there are any, in place."""
     parameters = [p for name, p in layer.named_parameters() if name in ("weight_dagger", "bias_dagger")]
-    # W enters the new b by s alone
-    velocity = change if change.s is None else replace(change, s=change.s * _rate_ratio(holders, *parameters))
-    kept = [_kept(holders, p) for p in parameters]
-    for transport, origin in dict.fromkeys(kind for own in kept for kind in own):
-        # What is kept of the weight and of its bias belongs together in the order in which the optimizers keep it.
-        for held in zip_longest(*(own.get((transport, origin), []) for own in kept)):
-            old = [
-                torch.zeros_like(p) if tensor is None else tensor for p, tensor in zip(parameters, held, strict=True)
-            ]
-            moved = getattr(velocity if transport == "velocity" else change, transport)(*map(float64_copy, old))
-            for tensor, new in zip(held, moved, strict=False):
+    velocity_change = change
+    if change.s is not None:  # W enters the new b by s alone
+        velocity_change = replace(change, s=change.s * _rate_ratio(holders, *parameters))
+    tensors = [_tensors_of(p, holders) for p in parameters]
+    for kind in dict.fromkeys(kind for by_kind in tensors for kind in by_kind):
+        transport = kind[0]
+        move = getattr(velocity_change if transport == "velocity" else change, transport)
+        # Tensors of the weight and of its bias belong together in the order in which the optimizers keep them.
+        for pair in zip_longest(*(by_kind.get(kind, []) for by_kind in tensors)):
+            old = []
+            for parameter, tensor in zip(parameters, pair, strict=True):
+                old.append(float64_copy(torch.zeros_like(parameter) if tensor is None else tensor))
+            for tensor, new in zip(pair, move(*old), strict=False):
                 if tensor is not None:
                     tensor.copy_(new)
 
 
-def _kept(holders: Sequence[Holder], parameter: Tensor) -> dict[tuple[Transport, str], list[Tensor]]:
-    """What is kept of a parameter, by how it moves and by where it is: in `.grad`, or in the state of an optimizer.
+def _tensors_of(parameter: Tensor, holders: Sequence[Holder]) -> dict[tuple[Transport, str], list[Tensor]]:
+    """Return what moves with a parameter, by how it moves and by where it is: in `.grad`, or in optimizers' state.
 
     Different optimizers may hold a weight and its bias under different keys: Muon's average of gradients of the weight
     belongs to Adam's of the bias, since both move as gradients. The gradients themselves belong to each other only.
     """
-    gradient = parameter.grad
-    found: dict[tuple[Transport, str], list[Tensor]] = {} if gradient is None else {("gradient", "grad"): [gradient]}
+    tensors: dict[tuple[Transport, str], list[Tensor]] = {}
+    if parameter.grad is not None:
+        tensors["gradient", "grad"] = [parameter.grad]
     for optimizer, transports in holders:
         state = optimizer.state.get(parameter, {})
         for key, transport in transports.items():
             if state.get(key) is not None:
-                found.setdefault((transport, "state"), []).append(state[key])
-    return found
+                tensors.setdefault((transport, "state"), []).append(state[key])
+    return tensors
 
 
 def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None = None) -> float:
-    """The factor for a weight's buffer where it enters its bias's: each is a velocity up to its own learning rate.
+    """Return the factor for a weight's buffer where it enters its bias's: each is a velocity up to its learning rate.
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    groups = [group for optimizer, _ in holders for group in optimizer.param_groups]
-    rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
-    weight = rates.get(id(W), 1.0)
-    bias = rates.get(id(b), 1.0)
-    return weight / bias if bias else float(weight == bias)
+    rates: dict[int, float] = {}
+    for optimizer, _ in holders:
+        for group in optimizer.param_groups:
+            rates |= dict.fromkeys(map(id, group["params"]), float(group["lr"]))
+    rate = rates.get(id(W), 1.0)
+    bias_rate = rates.get(id(b), 1.0)
+    return rate / bias_rate if bias_rate else float(rate == bias_rate)

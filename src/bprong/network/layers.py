@@ -46,21 +46,19 @@ class WhitenedLayer(nn.Module):
     buffers_are_constant = True  # a forward pass never writes to them
 
     @classmethod
-    def from_stock(
-        cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM, channels: bool = False
-    ) -> L:
+    def from_stock(cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM) -> L:
         """A whitened layer that computes the same function as `stock`, with copies of its parameters."""
         layer = cls.__new__(cls)
-        WhitenedLayer.__init__(layer, stock, backward, max_dim, channels)
+        WhitenedLayer.__init__(layer, stock, backward, max_dim)
         return layer.train(stock.training)
 
-    def __init__(self, stock: Stock, backward: bool, max_dim: int, channels: bool = False) -> None:
+    def __init__(self, stock: Stock, backward: bool, max_dim: int) -> None:
         super().__init__()
         self._stock = (copy.deepcopy(stock).to("meta"),)  # in a tuple, so that torch does not register its parameters
         for constant in stock.__constants__:
             setattr(self, constant, getattr(stock, constant))
         self.geometry = geometry_of(stock) if isinstance(stock, nn.Conv2d) else None
-        linear = weight_matrices_of("", stock, Limits(max_dim, channels, padded=False))[0]
+        linear = weight_matrices_of("", stock, Limits(max_dim, padded=False))[0]
         self.forward_blocks = linear.inputs
         self.backward_blocks = linear.outputs
         self.weight_dagger = copy.deepcopy(linear.weight)
@@ -71,7 +69,7 @@ class WhitenedLayer(nn.Module):
 
     @torch.no_grad()
     def to_stock(self) -> nn.Module:
-        """The stock layer that computes the same function."""
+        """Return the stock layer that computes the same function."""
         W, b = self._ordinary(to_float64)
         stock = copy.deepcopy(self._stock[0])
         stock.weight = nn.Parameter(W, self.weight_dagger.requires_grad)
@@ -83,7 +81,7 @@ class WhitenedLayer(nn.Module):
         return f"{self._stock[0].extra_repr()}, backward={self.R is not None}"
 
     def padded(self, z: Tensor) -> Tensor:
-        """The layer's input after any padding other than the zeros described by `geometry`."""
+        """Return the layer's input after any padding other than the zeros described by `geometry`."""
         stock = self._stock[0]
         if isinstance(stock, nn.Linear) or stock.padding_mode == "zeros":
             return z
@@ -105,7 +103,7 @@ class WhitenedLayer(nn.Module):
         return self.bias_dagger is not None and self.bias_dagger.requires_grad
 
     def _ordinary(self, cast_to: Callable[[Tensor], Tensor]) -> Pair:
-        """W and b, stored like the parameters and computed in the precision that `cast_to` converts these to."""
+        """Return W and b, stored like the parameters and computed in the precision that `cast_to` converts these to."""
         stored = self.weight_dagger
         W = on_inputs(cast_to(self.U).mT.matmul, cast_to(stored), self.forward_blocks)
         b = None if self.bias_dagger is None else cast_to(self.bias_dagger)
@@ -124,39 +122,41 @@ class WhitenedLayer(nn.Module):
         probe: Tensor | None = None,
         T: Multiplier | None = None,
     ) -> Change:
-        """Takes a new U and c, or a new R, and moves W†, b† so that the function stays the same; returns the change.
+        """Take a new U and c, or a new R, and move W†, b† so that the function stays the same; return the change.
 
         Raises WhiteningError, with nothing changed, if the matrix is singular, or if the outputs on `probe` would
-        change. The mean None stands for 0. T: the change's multiplier, if it is known; otherwise it takes solves of
-        size d.
+        change. The mean None stands for 0. T: the change's multiplier; None: compute it, by solves of size d.
         """
         forward = side == "forward"
-        held = self.U if forward else self.R
-        if held is None:
+        current = self.U if forward else self.R
+        if current is None:
             raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
-        new = {"U": matrix, "c": torch.zeros_like(self.c) if mean is None else mean} if forward else {"R": matrix}
+        new = {"U" if forward else "R": matrix}
+        if forward:
+            new["c"] = torch.zeros_like(self.c) if mean is None else mean
         for name, value in new.items():
             shape = getattr(self, name).shape
             if value.shape != shape:  # a missing leading dimension would broadcast
                 raise ValueError(f"{name} of this layer must have shape {tuple(shape)}, not {tuple(value.shape)}")
-        if not self.centred and forward and bool(new["c"].any()):
+        if forward and not self.centred and bool(new["c"].any()):
             raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
-        T = T or quotient(float64_copy(held), float64_copy(matrix.to(held)))  # the matrix as this dtype rounds it
+        T = T or quotient(float64_copy(current), float64_copy(matrix.to(current)))  # the matrix as this dtype rounds it
         if not forward:
             return self._change_(Change(T, self.backward_blocks), probe, new)
-        s = float64_copy(held) @ (float64_copy(new["c"].to(self.c)) - float64_copy(self.c)).unsqueeze(-1)
-        return self._change_(Change(T, self.forward_blocks, s.squeeze(-1)), probe, new)
+        shift = float64_copy(new["c"].to(self.c)) - float64_copy(self.c)
+        s = (float64_copy(current) @ shift.unsqueeze(-1)).squeeze(-1)
+        return self._change_(Change(T, self.forward_blocks, s), probe, new)
 
     @torch.no_grad()
     def _change_(self, change: Change, probe: Tensor | None, coordinates: Mapping[str, Tensor]) -> Change:
-        """Moves W† and b† by a change of coordinates and stores the new U, c or R that belong to it."""
+        """Move W† and b† by a change of coordinates and store the new U, c or R that belong to it."""
         old = [float64_copy(p) for p in (self.weight_dagger, self.bias_dagger) if p is not None]
         try:
             W_new, b_new = change.velocity(*old)
         except LinAlgError as reason:  # U' or R' is singular once it is rounded to the layer's dtype
             raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
-        moved = {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}
-        new = {name: value.to(getattr(self, name)) for name, value in moved.items() if value is not None}
+        tensors = {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}
+        new = {name: value.to(getattr(self, name)) for name, value in tensors.items() if value is not None}
         if probe is not None:
             check_outputs(self, new, probe)
         for name, value in new.items():
@@ -173,22 +173,25 @@ class WhitenedLayer(nn.Module):
         missing: list[str],
         *rest: Any,
     ) -> None:
-        """Also loads stock layers and layers whitened in other directions, always as the function that was saved."""
-        saved = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        """Load a whitened layer, or a stock one, with or without R: always the function that was saved."""
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        saved = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
         W = saved.get("weight")
         if W is not None and W.shape == self.weight_dagger.shape:
             if "bias" not in saved and self.bias_dagger is not None:
                 saved["bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
                 missing.append(f"{prefix}bias")
-            saved = {
-                **{f"{key}_dagger" if key in ("weight", "bias") else key: value for key, value in saved.items()},
-                "U": W.new_ones(self.c.shape).diag_embed(),
-                "c": W.new_zeros(self.c.shape),
-            }
+            saved["weight_dagger"] = saved.pop("weight")
+            if "bias" in saved:
+                saved["bias_dagger"] = saved.pop("bias")
+            saved["U"] = W.new_ones(self.c.shape).diag_embed()
+            saved["c"] = W.new_zeros(self.c.shape)
         if "weight_dagger" in saved and "R" in saved and self.R is None:  # saved with R, loaded without
             R = saved.pop("R")
-            both = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), self.backward_blocks)
-            saved |= {k: v for k, v in zip(("weight_dagger", "bias_dagger"), both, strict=True) if v is not None}
+            W, b = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), self.backward_blocks)
+            saved["weight_dagger"] = W
+            if b is not None:
+                saved["bias_dagger"] = b
         elif "weight_dagger" in saved and self.R is not None:  # saved without R, loaded with
             saved.setdefault("R", saved["weight_dagger"].new_ones(self.R.shape[:-1]).diag_embed())
         state_dict.update({prefix + key: value for key, value in saved.items()})
@@ -240,7 +243,7 @@ class WhitenedLinear(WhitenedLayer):
 
 
 def _times_rows(matrix: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
-    """The product of a matrix, block-diagonal if it has a leading dimension, and every row of (…, d)."""
+    """Return the product of a matrix, block-diagonal if it has a leading dimension, and every row of (…, d)."""
     if not blocks.lead:
         return F.linear(rows, matrix)
     split = rows.reshape(*rows.shape[:-1], blocks.lead, blocks.size)
@@ -252,9 +255,8 @@ class WhitenedConv2d(WhitenedLayer):
 
     z is the patch of the padded input under the kernel, with d = channels of a group · positions of the kernel
     features. Parameters `weight_dagger`, shaped like the stock weight, and `bias_dagger`; buffers `U` (G, d, d), `c`
-    (G, d) and `R` (G, out/G, out/G) for G groups, without the leading dimension if there is one group. With
-    channels=True, or if d is more than `max_dim`, all positions of the kernel share a U and a c over the channels.
-    Everything else is as in `WhitenedLinear`.
+    (G, d) and `R` (G, out/G, out/G) for G groups, without the leading dimension if there is one group. Everything else
+    is as in `WhitenedLinear`.
 
     >>> layer = WhitenedConv2d(4, 6, 3, padding=1, groups=2)
     >>> layer.U.shape, layer.R.shape
@@ -277,14 +279,13 @@ class WhitenedConv2d(WhitenedLayer):
         dtype: torch.dtype | None = None,
         *,
         max_dim: int = MAX_DIM,
-        channels: bool = False,
     ) -> None:
         super().__init__(
             nn.Conv2d(
                 in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
                 dtype,
             ),
-            backward, max_dim, channels,
+            backward, max_dim,
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:

@@ -98,111 +98,121 @@ class Rewhitening:
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
         self._modules = whitened_layers(model)
         self._holders = holders_for(self.optimizer, carry)
-        _check_parameters(self._modules, [held for held, _ in self._holders])
+        _check_parameters(self._modules, [holder for holder, _ in self._holders])
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
                             "backward_damping": backward_damping}  # fmt: skip
-        given = [name for name, value in backward_options.items() if value is not None]
+        unused = [name for name, value in backward_options.items() if value is not None]
         two_sided = any(module.R is not None for module in self._modules.values())
-        if given and not two_sided:
+        if unused and not two_sided:
             raise ValueError(
-                f"{given[0]} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
+                f"{unused[0]} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
             )
         if loss is None and two_sided:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
         self._carry = partial(carry_, self._holders)
-        self._damping = {
-            "forward": Damping.of(forward_damping),
-            "backward": Damping.of(0.03 if backward_damping is None else backward_damping),
-        }
+        backward_damping = 0.03 if backward_damping is None else backward_damping
+        self._damping = {"forward": Damping.of(forward_damping), "backward": Damping.of(backward_damping)}
         one_of("solver", solver, get_args(RootSolver))
-        self._layers = Layers(
-            Layer(weight_matrix_of(name, module), solver, backward=module.R is not None)
-            for name, module in self._modules.items()
-        )
+        layers = []
+        for name, module in self._modules.items():
+            layers.append(Layer(weight_matrix_of(name, module), solver, backward=module.R is not None))
+        self._layers = Layers(layers)
         self._mu = _mu_of(refresh, rate, average, self._layers)
         self._tracks: dict[Side, Track] = {}  # of the sides that are whitened continuously, once they have an anchor
-        usual = 5 if self._mu else 100
-        self._schedule = Schedule(Settings.checked(
-            forward=(usual if forward_every is None else forward_every, forward_offset),
-            backward=(usual if backward_every is None else backward_every, backward_offset),
-            fisher="sampled" if fisher is None else fisher, average=average, record_every=record_every,
+        period = 5 if self._mu else 100
+        settings = Settings.checked(
+            forward=(period if forward_every is None else forward_every, forward_offset),
+            backward=(period if backward_every is None else backward_every, backward_offset),
+            fisher="sampled" if fisher is None else fisher,
+            average=average,
+            record_every=record_every,
             seed=None if seed is None else integer("seed", seed, 0),
-        ), self._layers)  # fmt: skip
+        )
+        self._schedule = Schedule(settings, self._layers)
 
     def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
-        """Does what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).
+        """Do what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).
 
         An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
         """
         with Uninterrupted():
-            return self._step(x, y)
+            if self._mu and self._ranks.size > 1:
+                raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
+            refreshed = self._rewhiten(x, y) if self._schedule.wanted else []
+            self._schedule.t += 1
+            return refreshed
 
-    def _step(self, x: Any, y: Tensor | None) -> list[Refresh]:
+    def _rewhiten(self, x: Any, y: Tensor | None) -> list[Refresh]:
+        """Measure, and re-whiten the sides that are due; return those that were factored exactly."""
+        check_state(self._holders, self._modules)
+        trained = [layer for layer in self._layers.values() if any(p.requires_grad for p in layer.parameters)]
+        names = self._schedule.due
+        due = {side: layer for layer in trained for side in layer.sides if side.name in names}
+        followed: set[Side] = set()  # sides that took a relative step and need no anchor
+        if self._mu and x is not None and due.keys() & self._tracks.keys():
+            rows = self._record(trained, x, y, rows=True)
+            followed = {side for side, layer in due.items() if self._follow(layer, side, rows[layer.name])}
+        if self._mu and len(followed) == len(due):
+            return []
+        measured = self._record(trained, *(self._samples or (x, y)))
+        pending = update(self._layers, measured, self._schedule.settings.average)
+        for side, layer in due.items():
+            if side not in pending:
+                layer.warn(side, "no statistics reached it; is it used, and not detached, when the model is called?")
+        for side in followed:
+            pending.pop(side, None)
         refreshed: list[Refresh] = []
-        if self._mu and self._ranks.size > 1:
-            raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
-        if self._schedule.wanted:
-            check_state(self._holders, self._modules)
-            trained = [layer for layer in self._layers.values() if any(p.requires_grad for p in layer.parameters)]
-            names = self._schedule.due
-            due = {side: layer for layer in trained for side in layer.sides if side.name in names}
-            moved: set[Side] = set()  # by a relative step, so that they need no anchor
-            if self._mu and x is not None and due.keys() & self._tracks.keys():
-                rows = self._record(trained, x, y, rows=True)
-                moved = {side for side, layer in due.items() if self._follow(layer, side, rows[layer.name])}
-            if not self._mu or len(moved) < len(due):
-                measured = self._record(trained, *(self._samples or (x, y)))
-                updated = update(self._layers, measured, self._schedule.settings.average)
-                for side in [side for side in due if side not in updated]:
-                    due[side].warn(
-                        side, "no statistics reached it; is it used, and not detached, when the model is called?"
-                    )
-                refresh(
-                    self._layers, {side: found for side, found in updated.items() if side not in moved}, self._schedule,
-                    damping=lambda _, side: self._damping[side.name], take=partial(self._take, measured, refreshed),
-                )  # fmt: skip
-        self._schedule.t += 1
+        refresh(
+            self._layers, pending, self._schedule, damping=lambda _, side: self._damping[side.name],
+            take=partial(self._take, measured, refreshed),
+        )  # fmt: skip
         return refreshed
 
     def _follow(self, layer: Layer, side: Side, measured: LayerMoments) -> bool:
-        """Moves one side by a relative step with the rows measured; False, with nothing changed, if it needs an anchor.
+        """Move one side by a relative step with the rows measured; return False, unchanged, if it needs an anchor.
 
         A batch that is not finite needs one too: the exact factorisation reports why it cannot be used.
         """
-        found = measured.z if side.of_inputs else measured.delta
-        if side not in self._tracks or found is None:
+        moments = measured.z if side.of_inputs else measured.delta
+        if side not in self._tracks or moments is None:
             return side in self._tracks  # a layer without rows waits for its next batch
         module = self._modules[layer.name]
-        held = module.U if side.of_inputs else cast(Tensor, module.R)
-        U = held.to(torch.promote_types(held.dtype, torch.float32))
-        V = found.values.to(U) / math.sqrt(found.weight)
+        U = module.U if side.of_inputs else cast(Tensor, module.R)
+        U = U.to(torch.promote_types(U.dtype, torch.float32))
+        V = moments.values.to(U) / math.sqrt(moments.weight)
         mean = None
-        if found.mean is not None:
-            V, mean = centred_rows(V, found.mean.to(U), module.c.to(U), self._mu)
+        if moments.mean is not None:
+            V, mean = centred_rows(V, moments.mean.to(U), module.c.to(U), self._mu)
         try:
-            T, moved = self._tracks[side].step(U, V, self._mu, self._damping[side.name])
+            T, track = self._tracks[side].step(U, V, self._mu, self._damping[side.name])
             change = module.rewhiten_(side.name, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
         except (WhiteningError, LinAlgError):
             return False
         self._carry(module, change)
-        self._tracks[side] = moved
+        self._tracks[side] = track
         return True
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> Mapping[str, LayerMoments]:
-        """Measures the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
-        seed = self._schedule.seed
-        own = partial(
-            _record, self.model, {layer.linear: self._modules[layer.name].centred for layer in trained}, x, y,
-            likelihood=self._likelihood if self._schedule.two_sided else None,
-            fisher=self._schedule.settings.fisher, rows=rows,
-            seed=mixed(seed, self._ranks.rank) if self._ranks.rank else seed,
-            inputs=self._schedule.measured("forward"), errors=self._schedule.measured("backward"),
-            counted=nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None,
-        )  # fmt: skip
+        """Measure the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
+        schedule = self._schedule
         centred = {layer.name: self._modules[layer.name].centred for layer in trained}
-        return measured_by_all(self._ranks, self._layers, self._schedule, centred, own, self.model.parameters)
+        weights = {layer.linear: centred[layer.name] for layer in trained}
+
+        def measure() -> Mapping[str, LayerMoments]:
+            if x is None:
+                raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
+            rank = self._ranks.rank
+            seed = mixed(schedule.seed, rank) if rank else schedule.seed
+            likelihood = self._likelihood if schedule.two_sided else None
+            counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
+            return record(
+                self.model, weights, x, y, likelihood=likelihood, fisher=schedule.settings.fisher, rows=rows, seed=seed,
+                inputs=schedule.measured("forward"), errors=schedule.measured("backward"), counted=counted,
+            )  # fmt: skip
+
+        return measured_by_all(self._ranks, self._layers, schedule, centred, measure, self.model.parameters)
 
     def _take(
         self,
@@ -214,7 +224,7 @@ class Rewhitening:
         damping: Damping,
         factor: object,
     ) -> None:
-        """Changes the coordinates of one side to those of new moments, and moves the optimizer's state along.
+        """Change the coordinates of one side to those of new moments, and move the optimizer's state along.
 
         It needs a root of the inverse, so it has no use for a factor.
         """
@@ -228,71 +238,59 @@ class Rewhitening:
         refreshed.append(Refresh(layer.name, side.name, root))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps depend on: tensors and plain values only."""
-        return {
-            "schedule": self._schedule.state_dict(),
-            "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
-            "tracks": {
-                name: {side.name: asdict(self._tracks[side]) for side in layer.sides if side in self._tracks}
-                for name, layer in self._layers.items()
-            },
-        }
+        """Return everything that the next steps depend on: tensors and plain values only."""
+        layers = {}
+        tracks = {}
+        for name, layer in self._layers.items():
+            layers[name] = layer.state_dict()
+            tracks[name] = {side.name: asdict(self._tracks[side]) for side in layer.sides if side in self._tracks}
+        return {"schedule": self._schedule.state_dict(), "layers": layers, "tracks": tracks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
+        """Continue where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
         if not {"schedule", "layers", "tracks"} <= set(state):
             raise ValueError(f"the state of a Rewhitening has schedule, layers and tracks; this has {sorted(state)}")
         if set(state["layers"]) != set(self._layers):
             raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self._layers)}")
+        tracks = {}  # a side that is not among them is anchored first
         for name, layer in self._layers.items():  # check everything before changing anything
             layer.check_state(state["layers"][name])
-        tracks = {  # a side that is not among them is anchored first
-            side: Track(**state["tracks"][name][side.name])
-            for name, layer in self._layers.items()
-            for side in layer.sides
-            if side.name in state["tracks"][name]
-        }
+            for side in layer.sides:
+                if side.name in state["tracks"][name]:
+                    tracks[side] = Track(**state["tracks"][name][side.name])
         self._schedule.load_state_dict(state["schedule"])
         for name, layer in self._layers.items():
             layer.load_state_dict(state["layers"][name])
         self._tracks = tracks
 
 
-def _record(model: nn.Module, centred: Mapping[Any, bool], x: Any, y: Tensor | None, **how: Any) -> Any:
-    if x is None:
-        raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
-    return record(model, centred, x, y, **how)
-
-
 def _mu_of(refresh: RefreshMode, rate: float | None, average: float, layers: Layers) -> float:
-    """μ of continuous whitening, for which sides must be single blocks; 0 for periodic refreshes."""
+    """Return μ of continuous whitening, for which sides must be single blocks; 0 for periodic refreshes."""
     if one_of("refresh", refresh, get_args(RefreshMode)) == "periodic":
         if rate is not None:
             raise ValueError('rate has no effect with refresh="periodic": leave it out, or give refresh="continuous"')
         return 0.0
     if average:
         raise ValueError(f'refresh="continuous" averages by its rate: leave average at 0, not {average:g}')
-    for name, side in ((layer.name, side) for layer in layers.values() for side in layer.sides):
-        if side.blocks.lead or side.blocks.positions > 1:
-            raise ValueError(
-                f"layer {name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one block can "
-                f'be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'
-            )
+    for layer in layers.values():
+        for side in layer.sides:
+            if side.blocks.lead:
+                raise ValueError(
+                    f"layer {layer.name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one "
+                    f'block can be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'
+                )
     return number("rate", 0.05 if rate is None else rate, 1e-6, 1)
 
 
 def _check_parameters(layers: Mapping[str, WhitenedLayer], optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError unless there are whitened layers and the optimizers hold their trained parameters."""
+    """Raise ValueError unless there are whitened layers and the optimizers hold their trained parameters."""
     if not layers:
         raise ValueError("the model has no whitened layer; call bprong.whiten_(model) first")
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if missing := [
-        name
-        for name, layer in layers.items()
-        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters())
-    ]:
-        raise ValueError(
-            f"the optimizer does not hold the parameters of layer {missing[0]!r}: it was built before whiten_, which "
-            f"gives layers new parameters, or without them. Build it after whiten_; to leave a layer untrained, set "
-            f"requires_grad_(False) on it"
-        )
+    for name, layer in layers.items():
+        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters()):
+            raise ValueError(
+                f"the optimizer does not hold the parameters of layer {name!r}: it was built before whiten_, which "
+                f"gives layers new parameters, or without them. Build it after whiten_; to leave a layer untrained, "
+                f"set requires_grad_(False) on it"
+            )

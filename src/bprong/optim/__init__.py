@@ -7,5 +7,6 @@ lr="auto", and a report about them.
 from bprong.optim.optimizer import BPRONG
 from bprong.optim.options import Options
 from bprong.optim.prong import PRONG
+from bprong.whitening.schedule import Periods
 
-__all__ = ["BPRONG", "PRONG", "Options"]
+__all__ = ["BPRONG", "PRONG", "Options", "Periods"]

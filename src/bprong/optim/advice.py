@@ -10,57 +10,58 @@ from torch import Tensor, nn
 from bprong.errors import warn
 from bprong.whitening.refresh import SEEN_IN_PART
 
-MOST = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
+FALLBACK_LIMIT = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
 
 
 def check_model(model: object, name: str) -> None:
-    """Raises TypeError if something other than a model was given to the optimizer of this name."""
+    """Raise TypeError if something other than a model was given to the optimizer of this name."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
             f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
-            f"parameters only, there are the networks of bprong.skorch"
+            f"parameters only, see examples/with_skorch.py"
         )
 
 
 def not_called(model: nn.Module) -> str:
-    """The error of a step whose batch was not seen: what was seen, and a remedy for each reason."""
+    """Return the error message of a step whose batch was not seen: what was seen, and a remedy for each reason."""
     kind = type(model).__name__
-    children = model.named_children()
-    trained = [name for name, child in children if any(p.grad is not None for p in child.parameters())]
+    trained = []
+    for name, child in model.named_children():
+        if any(p.grad is not None for p in child.parameters()):
+            trained.append(name)
     remedies = [
         "Give the module that you call (the compiled one, if it is compiled)",
         "If the model is called in another way than model(x), such as by a method or a __call__ of its own, put that "
         "into `with optimizer.recording() as record:` and call record(output) at a fixed lr",
         'Where there is no such call, as in eval mode or with lr="auto", use optimizer.observe(x, y) before step()',
-        "If the loss is computed from something other than the first output, name that with output=",
+        "If the loss is computed from something other than the first output, name that with options={'output': …}",
     ]
     if len(trained) == 1:
         remedies.insert(1, f"If your training step calls its {trained[0]!r} instead, give that")
     if not model.training:
         remedies.insert(0, f"The {kind} is in eval mode: call its train() first")
-    told = "".join(f"\n- {remedy}" for remedy in remedies)
+    listed = "".join(f"\n- {remedy}" for remedy in remedies)
     return (
         f"there is no batch to measure: since the last step no call of the model given to the optimizer, a {kind}, was "
-        f"seen in training mode and with gradients that led to those in .grad.{told}"
+        f"seen in training mode and with gradients that led to those in .grad.{listed}"
     )
 
 
 def not_seen(loss: str, functions: Collection[str]) -> str:
-    """What is said if the declared loss was not called; functions: the loss functions that were."""
+    """Return what is said if the declared loss was not called; functions: the loss functions that were."""
+    calls = "no loss function of torch was called with it"
     if functions:
-        seen = f"of {', '.join(sorted(functions))}, of something other than what the model returns or of another kind"
-    else:
-        seen = "of no loss function of torch"
+        calls = f"{', '.join(sorted(functions))} was called, with something else or as another loss"
     return (
-        f"the loss that was declared, {loss}, was not called with the output of the model; calls were seen {seen}. "
-        f"Declare the loss that you call, and call it with what the model returns, or name that with output=. If the "
+        f"the loss that was declared, {loss}, was not called with the output of the model: {calls}. Declare the loss "
+        f"that you call, and call it with what the model returns, or name that with options={{'output': …}}. If the "
         f"loss is computed in another way, give its targets with optimizer.observe(x, y) before step()"
     )
 
 
 def warn_of_fallback(parameters: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> None:
-    """Warns if most of the numbers that are trained are not whitened, apart from layers that were warned about.
+    """Warn if most of the numbers that are trained are not whitened, apart from layers that were warned about.
 
     reasons: why parameters are not whitened
     """
@@ -68,18 +69,18 @@ def warn_of_fallback(parameters: Iterable[Tensor], reasons: Mapping[Tensor, str]
     counts: Counter[str] = Counter()
     for p, reason in reasons.items():
         counts[reason] += trained[p] if reason != SEEN_IN_PART else 0
-    share = counts.total() / max(1, trained.total())
-    if share > MOST:
+    fraction = counts.total() / max(1, trained.total())
+    if fraction > FALLBACK_LIMIT:
         warn(
-            f"{share:.0%} of the trained numbers follow the fallback rule (Adam) and are not whitened, most of "
+            f"{fraction:.0%} of the trained numbers follow the fallback rule (Adam) and are not whitened, most of "
             f"them {', '.join(reason for reason, _ in counts.most_common(3))}. Layers that compute what a layer "
             f"of torch's does can be whitened: see bprong.register, and bprong.coverage(model) for each parameter"
         )
 
 
-def warn_of_untrained(model: nn.Module, given: Collection[Tensor]) -> bool:
-    """Warns if parameters have gradients, but the optimizer was not given them; whether it did."""
-    names = [name for name, p in model.named_parameters() if p.grad is not None and p not in given]
+def warn_of_untrained(model: nn.Module, trained: Collection[Tensor]) -> bool:
+    """Warn if parameters have gradients, but the optimizer does not train them; return whether there are any."""
+    names = [name for name, p in model.named_parameters() if p.grad is not None and p not in trained]
     if names:
         warn(
             f"{', '.join(names[:3])}{' and others' * (len(names) > 3)} have gradients, but are not trained: they "

@@ -1,118 +1,123 @@
-"""The state of the optimizer in the form of a checkpoint: tensors in the states of the parameters, and nothing else.
+"""The state of the optimizer in the form of a checkpoint: tensors and numbers in the states of the parameters.
 
-`torch.distributed.checkpoint` keeps torch's own two keys only, and loads into tensors of a fresh optimizer, so that
+`torch.distributed.checkpoint` keeps torch's own two keys only, and loads into a fresh optimizer, so that keys and
 shapes must depend on the model alone. Moments and factors are therefore stored whole, with zeros where there are none,
-and all plain values as JSON in a tensor of bytes. Each parameter has an entry KEY:
+and NaN stands for a number that is not known yet. Each parameter has an entry KEY:
 
-    flags     whether the last step moved it, and whether it has a pending direction (lr="auto")
-    pending   that direction
-    layers    of a weight, or of a bias whose weight is not trained: by number, the moments, factors and centres of its
-              layers, and their plain values
-    plain     of the first parameter: the plain values of the optimizer
+    moved, has_pending
+               whether the last step moved it, and whether it has a pending direction (lr="auto")
+    pending    that direction
+    layers     of a weight, or of a bias whose weight is not trained: by number, the moments, factors and centres of its
+               layers, and a tensor of numbers about them
+    optimizer  of the first parameter: by the class of the optimizer and by its step rule, the numbers of the schedule
+               and of the rule
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from bprong.linalg.factors import DESCRIPTION, described_shape, described_state, description
 from bprong.linalg.moments import float64_device
 from bprong.sharding import Form, Sharding, from_owners
 from bprong.whitening.layer import Layer
 from bprong.whitening.side import Side
 
 KEY = "bprong"
-BYTES = {"optimizer": 4096, "layer": 2048}  # room for plain values
 State = dict[str, Any]
 
 
 def packed(
-    parameters: Sequence[Tensor], layers: Sequence[Layer], whitening: State, rule: State, kind: str
-) -> list[State]:
+    parameters: Sequence[Tensor], layers: Sequence[Layer], demoted: Collection[str], schedule: State, rule: State,
+    kinds: tuple[str, str],
+) -> list[State]:  # fmt: skip
     """An entry for each parameter.
 
-    layers:     all layers that the optimizer could whiten, whether their state is among `whitening` or not
-    whitening:  the state of the whitening, by layer
-    rule:       that of the step rule
-    kind:       the name of the optimizer's class
+    layers:   all layers that the optimizer could whiten
+    demoted:  the names of those that follow the fallback rule
+    schedule: the state of the schedule
+    rule:     that of the step rule
+    kinds:    the names of the classes of the optimizer and of its rule
     """
     rule = dict(rule)
     moved = rule.pop("moved", [False] * len(parameters))
     pending = rule.pop("pending", None)
-    found: list[State] = [
-        {"flags": torch.tensor([own, pending is not None and pending[i] is not None], dtype=torch.uint8, device="cpu")}
-        for i, own in enumerate(moved)
-    ]
-    for entry, p, direction in zip(found, parameters, pending or [], strict=bool(pending)):
+    entries: list[State] = [{"moved": flag} for flag in moved]
+    for entry, p, direction in zip(entries, parameters, pending or [], strict=bool(pending)):
+        entry["has_pending"] = direction is not None
         entry["pending"] = torch.zeros_like(p) if direction is None else direction
     places = {id(p): i for i, p in enumerate(parameters)}
     for layer in layers:
         if (place := _place(layer, places)) >= 0:
-            own_layers = found[place].setdefault("layers", {})
-            own_layers[str(len(own_layers))] = _packed_layer(layer, whitening["layers"].get(layer.name))
-    plain = {"class": kind, "rule": rule, "schedule": whitening["schedule"]}
-    found[0]["plain"] = _text(plain, BYTES["optimizer"])
-    return found
+            of_parameter = entries[place].setdefault("layers", {})
+            of_parameter[str(len(of_parameter))] = _packed_layer(layer, layer.name not in demoted)
+    kind, rule_kind = kinds
+    numbers = {"schedule": _without_none(schedule), "rule": _without_none(rule)}
+    entries[0]["optimizer"] = {kind: {rule_kind: numbers}}
+    return entries
 
 
 def unpacked(
-    parameters: Sequence[Tensor], layers: Sequence[Layer], entries: Mapping[int, State]
-) -> tuple[State, State, str]:
-    """The states of the whitening and of the rule, and the class of the optimizer, from the entries of parameters."""
-    plain = _values(entries[0]["plain"])
-    whitening: State = {"schedule": plain["schedule"], "demoted": [], "layers": {}}
-    rule = plain["rule"]
+    parameters: Sequence[Tensor], layers: Sequence[Layer], entries: Mapping[int, State], kinds: tuple[str, str]
+) -> tuple[State, State]:
+    """The states of the whitening and of the rule; raises ValueError if they are those of another kind of optimizer.
+
+    kinds: the names of the classes of the optimizer and of its step rule
+    """
+    numbers = _numbers_of(entries, *kinds)
+    whitening: State = {"schedule": _with_none(numbers["schedule"]), "demoted": [], "layers": {}}
+    rule = _with_none(numbers.get("rule", {}))
     if any("pending" in entry for entry in entries.values()):
-        flags = [entries[i]["flags"].tolist() if i in entries else [0, 0] for i in range(len(parameters))]
-        rule["moved"] = [bool(own) for own, _ in flags]
-        rule["pending"] = [entries[i]["pending"] if has else None for i, (_, has) in enumerate(flags)]
+        rule["moved"] = [i in entries and bool(entries[i]["moved"]) for i in range(len(parameters))]
+        present = [i in entries and bool(entries[i]["has_pending"]) for i in range(len(parameters))]
+        rule["pending"] = [entries[i]["pending"] if has else None for i, has in enumerate(present)]
     places = {id(p): i for i, p in enumerate(parameters)}
     saved = {i: entry.get("layers", {}) for i, entry in entries.items()}
-    found = 0
-    numbers = Counter[int]()
+    restored = 0
+    counts = Counter[int]()
     for layer in layers:
         place = _place(layer, places)
-        own = saved.get(place, {}).get(str(numbers[place]))
-        numbers[place] += 1
-        found += own is not None
-        state = layer.state_dict() if own is None else _unpacked_layer(own)  # not this optimizer's to train
+        packed_layer = saved.get(place, {}).get(str(counts[place]))
+        counts[place] += 1
+        if packed_layer is None:  # not this optimizer's to train
+            whitening["layers"][layer.name] = layer.state_dict()
+            continue
+        restored += 1
+        state = _unpacked_layer(layer, packed_layer)
         if state is None:
             whitening["demoted"].append(layer.name)
         else:
             whitening["layers"][layer.name] = state
     total = sum(map(len, saved.values()))
-    own_total = sum(numbers.values()) - numbers[-1]
-    if not found == total == own_total:
-        raise ValueError(f"the state has {total} layers, and this model has {own_total} that are whitened")
-    return whitening, rule, plain["class"]
+    expected = sum(counts.values()) - counts[-1]
+    if not restored == total == expected:
+        raise ValueError(f"the state has {total} layers, and this model has {expected} that are whitened")
+    return whitening, rule
 
 
-def checked(
-    parameters: Sequence[Tensor], layers: Sequence[Layer], entries: Mapping[int, State], kind: str, rule_kind: str
-) -> tuple[State, State]:
-    """The states of the whitening and of the rule; raises ValueError if they are not those of this kind of optimizer.
-
-    kind, rule_kind: the names of the classes of the optimizer and of its step rule
-    """
-    if "plain" not in entries.get(0, {}):
+def _numbers_of(entries: Mapping[int, State], kind: str, rule_kind: str) -> State:
+    """The numbers of the schedule and of the rule; raises ValueError if they are those of another kind."""
+    if "optimizer" not in entries.get(0, {}):
         raise ValueError(
             f"the state is not that of {kind}, but another optimizer's. Make a new {kind} instead of loading it"
         )
-    whitening, rule, saved = unpacked(parameters, layers, entries)
+    ((saved, by_rule),) = entries[0]["optimizer"].items()
     if saved != kind:
         raise ValueError(f"the state is not that of {kind}, but that of {saved}. Make a new {saved} and load it")
-    if (saved_rule := rule.pop("type")) != rule_kind:
+    ((saved_rule, numbers),) = by_rule.items()
+    if saved_rule != rule_kind:
         raise ValueError(
             f"the state has the step rule {saved_rule}, and this optimizer has {rule_kind}: make it with the same "
             f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
         )
-    return whitening, rule
+    return dict(numbers)
 
 
 def check_demoted(
@@ -124,9 +129,9 @@ def check_demoted(
     state_dict: torch's own
     """
     names = _names(state_dict)
-    kept = {p: state_dict["state"].get(name, {}) for p, name in zip(parameters, names, strict=False)}
+    states = {p: state_dict["state"].get(name, {}) for p, name in zip(parameters, names, strict=False)}
     chosen = [layer for layer in layers if layer.name in demoted]
-    if chosen and not any("exp_avg" in kept.get(p, {}) for layer in chosen for p in layer.parameters):
+    if chosen and not any("exp_avg" in states.get(p, {}) for layer in chosen for p in layer.parameters):
         raise ValueError(
             f"the state lacks Adam's averages of layer {chosen[0].name!r}, which was left to the fallback rule during "
             f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
@@ -138,8 +143,11 @@ def check_demoted(
 
 def with_entries(state_dict: State, entries: Sequence[State]) -> State:
     """torch's own state with our entries, in the order of the parameters."""
-    own = {i: {k: v for k, v in state_dict["state"].get(i, {}).items() if k != KEY} for i in range(len(entries))}
-    return state_dict | {"state": {i: own[i] | {KEY: entry} for i, entry in enumerate(entries)}}
+    states: dict[int, State] = {}
+    for i, entry in enumerate(entries):
+        states[i] = {key: value for key, value in state_dict["state"].get(i, {}).items() if key != KEY}
+        states[i][KEY] = entry
+    return state_dict | {"state": states}
 
 
 def without_entries(state_dict: State) -> tuple[dict[int, State], State]:
@@ -160,20 +168,21 @@ def exchanged_layers(
 ) -> list[State]:
     """The entries with each layer from the rank that owns it; to be called by all ranks."""
     places = {id(p): i for i, p in enumerate(parameters)}
-    numbers = Counter[int]()
-    found = [dict(entry) for entry in entries]
+    counts = Counter[int]()
+    exchanged = [dict(entry) for entry in entries]
     for layer in layers:
         place = _place(layer, places)
-        number = str(numbers[place])
-        numbers[place] += 1
+        number = str(counts[place])
+        counts[place] += 1
         if place < 0 or layer.name not in sharding.owners:
             continue
-        tensors, structure = tree_flatten(entries[place]["layers"][number])
-        own = dict(enumerate(tensors))
-        owners = dict.fromkeys(own, sharding.owners[layer.name])
-        received = from_owners(sharding.ranks, owners, {i: Form.of(t) for i, t in own.items()}, own)
-        found[place]["layers"] = found[place]["layers"] | {number: tree_unflatten(received.values(), structure)}
-    return found
+        leaves, structure = tree_flatten(entries[place]["layers"][number])
+        tensors = dict(enumerate(leaves))
+        owners = dict.fromkeys(tensors, sharding.owners[layer.name])
+        received = from_owners(sharding.ranks, owners, {i: Form.of(t) for i, t in tensors.items()}, tensors)
+        whole_layer = tree_unflatten(received.values(), structure)
+        exchanged[place]["layers"] = exchanged[place]["layers"] | {number: whole_layer}
+    return exchanged
 
 
 def _place(layer: Layer, places: Mapping[int, int]) -> int:
@@ -184,15 +193,16 @@ def _place(layer: Layer, places: Mapping[int, int]) -> int:
 # A layer --------------------------------------------------------------------------------------------------------------
 
 
-def _packed_layer(layer: Layer, state: State | None) -> State:
-    """None: the layer follows the fallback rule."""
-    like = layer.like
-    centre = None if state is None else state["c"]
-    found: State = {"c": _centre_like(layer) if centre is None else centre}
-    plain: State = {"whitened": state is not None, "centred": centre is not None}
+def _packed_layer(layer: Layer, whitened: bool) -> State:
+    """The tensors of a layer; whitened: False if it follows the fallback rule."""
+    centre = layer.c if whitened else None
+    entry: State = {
+        "numbers": torch.tensor([whitened, centre is not None], dtype=torch.float64, device="cpu"),
+        "c": _centre_like(layer) if centre is None else centre,
+    }
     for side in layer.sides:
-        found[side.name], plain[side.name] = _packed_side(side, None if state is None else state[side.name], like)
-    return found | {"plain": _text(plain, BYTES["layer"])}
+        entry[side.name] = _packed_side(side if whitened else Side(side.name, side.blocks), layer.like)
+    return entry
 
 
 def _centre_like(layer: Layer) -> Tensor:
@@ -201,62 +211,81 @@ def _centre_like(layer: Layer) -> Tensor:
     return torch.zeros(shape, dtype=layer.like.dtype, device=layer.like.device)
 
 
-def _packed_side(side: Side, state: State | None, like: Tensor) -> tuple[State, State]:
-    plain = {key: value for key, value in (state or {}).items() if key not in ("moments", "factor")}
-    moments = (state or {}).get("moments")
-    factor = (state or {}).get("factor")
+def _packed_side(side: Side, like: Tensor) -> State:
+    """Its moments and factor, with zeros where there are none, and all numbers in one tensor."""
     shape = side.blocks.shape
-    exact = like.new_zeros(0, dtype=torch.float64, device=float64_device(like))
-    mean = None if moments is None else moments["mean"]
-    scatter = None if moments is None else moments["scatter"]  # of another rank's layers the diagonal is here
-    found = {
-        "scatter": exact.new_zeros(shape) if scatter is None or scatter.shape != shape else scatter,
+    moments = side.moments
+    mean = None if moments is None else moments.mean
+    exact = torch.zeros(0, dtype=torch.float64, device=float64_device(like))
+    scatter = exact.new_zeros(shape)
+    if moments is not None and not moments.diagonal:  # of another rank's layers the diagonal is here
+        scatter = moments.copy().values
+    factor = like.new_zeros(shape)
+    for tensor in () if side.factor is None else side.factor.tensors().values():
+        factor[..., : tensor.shape[-1]] = tensor  # of low rank: its columns, and zeros to the right of them
+    numbers = [*side.numbers().values(), None if moments is None else moments.weight, float(mean is not None)]
+    values = [math.nan if number is None else float(number) for number in numbers] + description(side.factor)
+    return {
+        "scatter": scatter,
         "mean": exact.new_zeros(shape[:-1]) if mean is None else mean,
-        "factor": like.new_zeros(shape) if factor is None or "B" in factor else factor["inverse"],
+        "factor": factor,
+        "numbers": torch.tensor(values, dtype=torch.float64, device="cpu"),
     }
-    if factor is not None and "B" in factor:  # of low rank: its columns, and zeros to the right of them
-        found["factor"][:, : factor["B"].shape[1]] = factor["B"]
-        plain["low_rank"] = {"rank": factor["B"].shape[1], "s": factor["s"], "error": factor["error"]}
-    plain |= {"has_factor": factor is not None, "has_mean": mean is not None}
-    return found, plain | {"weight": None if moments is None else moments["weight"]}
 
 
-def _unpacked_layer(saved: State) -> State | None:
-    plain = _values(saved["plain"])
-    if not plain["whitened"]:
+def _unpacked_layer(layer: Layer, entry: State) -> State | None:
+    """The state of a layer; None if it follows the fallback rule."""
+    whitened, centred = entry["numbers"].tolist()
+    if not whitened:
         return None
-    sides = {name: _unpacked_side(saved[name], plain[name]) for name in ("forward", "backward") if name in saved}
-    return {"c": saved["c"] if plain["centred"] else None} | sides
+    sides = {side.name: _unpacked_side(side, entry[side.name]) for side in layer.sides}
+    return {"c": entry["c"] if centred else None} | sides
 
 
-def _unpacked_side(saved: State, plain: State) -> State:
-    state = dict(plain)
-    low_rank = state.pop("low_rank", None)
-    factor = {"inverse": saved["factor"]}
-    if low_rank is not None:
-        columns = saved["factor"][:, : low_rank["rank"]].clone()
-        factor = {"B": columns, "s": low_rank["s"], "error": low_rank["error"]}
-    mean = saved["mean"] if state.pop("has_mean") else None
-    weight = state.pop("weight")
-    moments = None if weight is None else {"weight": weight, "mean": mean, "scatter": saved["scatter"]}
-    return state | {"factor": factor if state.pop("has_factor") else None, "moments": moments}
+def _unpacked_side(side: Side, entry: State) -> State:
+    values = entry["numbers"].tolist()
+    *numbers, weight, has_mean = [None if math.isnan(value) else value for value in values[:-DESCRIPTION]]
+    moments = None
+    if weight is not None:
+        moments = {"weight": weight, "mean": entry["mean"] if has_mean else None, "scatter": entry["scatter"]}
+    described = values[-DESCRIPTION:]
+    columns = described_shape(described)[-1:]
+    factor = entry["factor"]
+    if columns and columns[0] < factor.shape[-1]:
+        factor = factor[..., : columns[0]].clone()
+    return {
+        "moments": moments,
+        "factor": described_state(described, factor),
+        "numbers": dict(zip(side.numbers(), numbers, strict=True)),
+    }
 
 
-# Plain values ---------------------------------------------------------------------------------------------------------
+# Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def _text(values: State, size: int) -> Tensor:
-    """Plain values as JSON in `size` bytes, filled up with spaces; numbers are restored exactly.
+def _without_none(values: Mapping[str, Any]) -> State:
+    """Numbers with NaN for None, also in mappings among them; of Python's own types, which torch.load can read.
 
-    >>> _values(_text({"t": 3, "loss": 0.1, "period": None}, 64))
-    {'t': 3, 'loss': 0.1, 'period': None}
+    >>> _without_none({"t": 3, "loss": None, "parts": {"last": 0.5}})
+    {'t': 3, 'loss': nan, 'parts': {'last': 0.5}}
     """
-    text = json.dumps(values).encode()
-    if len(text) > size:
-        raise ValueError(f"the plain values of the optimizer take {len(text)} bytes, more than {size}")
-    return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8).clone()
+    numbers: State = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            numbers[name] = _without_none(value)
+        elif value is None or isinstance(value, float):
+            numbers[name] = math.nan if value is None else float(value)
+        else:
+            numbers[name] = value
+    return numbers
 
 
-def _values(text: Tensor) -> State:
-    found: State = json.loads(bytes(text.cpu().tolist()))
-    return found
+def _with_none(numbers: Mapping[str, Any]) -> State:
+    """The inverse of `_without_none`."""
+    values: State = {}
+    for name, number in numbers.items():
+        if isinstance(number, Mapping):
+            values[name] = _with_none(number)
+        else:
+            values[name] = None if math.isnan(number) else number
+    return values

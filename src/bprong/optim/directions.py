@@ -18,7 +18,7 @@ Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do n
 
 
 def dot(a: Direction, b: Direction, weights: Mapping[Tensor, float] | None = None) -> float:
-    """The sum over all parameters that both name; of complex ones, over real and imaginary parts.
+    """Return the dot product over the parameters of both; of complex ones, over real and imaginary parts.
 
     weights: of the parameters; None: 1
 
@@ -26,34 +26,37 @@ def dot(a: Direction, b: Direction, weights: Mapping[Tensor, float] | None = Non
     >>> dot({p: torch.tensor([1.0, 2.0]), q: torch.ones(1)}, {p: torch.tensor([3.0, 4.0])})
     11.0
     """
-    names = [p for p in b if p in a]
-    pairs = [(a[p], b[p]) for p in names]
-    slices = [(local(x), local(y)) for x, y in pairs] if pairs and is_sliced(pairs[0][0]) else pairs
+    parameters = [p for p in b if p in a]
+    pairs = [(a[p], b[p]) for p in parameters]
+    is_sharded = bool(pairs) and is_sliced(pairs[0][0])
+    if is_sharded:
+        pairs = [(local(x), local(y)) for x, y in pairs]
     total = 0.0
-    for p, product in zip(names, products(slices), strict=True):
+    for p, product in zip(parameters, products(pairs), strict=True):
         total += product if weights is None else weights.get(p, 0.0) * product
-    return total if slices is pairs else summed(total, [pairs[0][0]])
+    return summed(total, a.values()) if is_sharded else total
 
 
 def products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """The dot product of each pair of tensors; they are read at once."""
-    found = read(
-        [x.flatten().dot(y.flatten()) if x.dtype is y.dtype and not x.is_complex() else _mixed(x, y) for x, y in pairs]
-    )
-    for i, product in enumerate(found):
+    """Return the dot product of each pair of tensors; they are read at once."""
+    scalars = []
+    for x, y in pairs:
+        is_plain = x.dtype is y.dtype and not x.is_complex()
+        scalars.append(x.flatten().dot(y.flatten()) if is_plain else _mixed(x, y))
+    numbers = read(scalars)
+    for i, product in enumerate(numbers):
         if not math.isfinite(product):  # the sum may have overflowed
-            x, y = (to_float64(values) for values in pairs[i])
-            found[i] = float(_mixed(x, y))
-    return found
+            numbers[i] = float(_mixed(*map(to_float64, pairs[i])))
+    return numbers
 
 
 def _mixed(x: Tensor, y: Tensor) -> Tensor:
-    """The product of tensors that are complex or differ in precision."""
+    """Return the product of tensors that are complex or differ in precision."""
     return (x.conj() * y).sum().real
 
 
 def read(numbers: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dimensional tensors, which takes one synchronisation with their device."""
+    """Return the values of 0-dimensional tensors, which takes one synchronisation with their device."""
     if not numbers:
         return []
     if len({(x.dtype, x.device) for x in numbers}) > 1:
@@ -62,14 +65,17 @@ def read(numbers: Sequence[Tensor]) -> list[float]:
 
 
 def gram(vectors: Sequence[Direction], weights: Mapping[Tensor, float] | None = None) -> Tensor:
-    """(k, k) the products of some directions with each other, float64."""
-    lower = [[dot(b, a, weights) if i <= j else 0.0 for i, a in enumerate(vectors)] for j, b in enumerate(vectors)]
+    """Return the products of k directions with each other: (k, k), float64."""
+    lower = []
+    for j, b in enumerate(vectors, 1):
+        row = [dot(b, a, weights) for a in vectors[:j]]
+        lower.append(row + [0.0] * (len(vectors) - j))
     matrix = torch.tensor(lower, dtype=torch.float64, device="cpu")
     return matrix + matrix.tril(-1).T
 
 
-def norm(values: Tensor, own: Callable[[Tensor], Tensor]) -> float:
-    """The length of a layer's own part of a tensor; of the whole tensor, if that is sharded."""
+def norm(values: Tensor, select: Callable[[Tensor], Tensor]) -> float:
+    """Return the length of the part of a tensor that a layer selects; of the whole tensor, if that is sharded."""
     if local(values) is values:
-        return float(own(values).norm())
+        return float(select(values).norm())
     return math.sqrt(summed(float(local(values).square().sum()), [values]))

@@ -32,23 +32,28 @@ class Fallback:
     def directions(
         self, gradients: Mapping[Tensor, Tensor], states: States, rates: Mapping[Tensor, float]
     ) -> dict[Tensor, Tensor]:
-        """What a step adds to each parameter that has a gradient; the states advance, and are created at first.
+        """Return what a step adds to each parameter that has a gradient; the states advance, and are created at first.
 
         rates: the learning rates of the parameters, and maybe of others
         """
         if not gradients:
             return {}
-        own = [states[p] for p in gradients]
-        for gradient, state in zip(gradients.values(), own, strict=True):
+        g = list(gradients.values())
+        m = []
+        v = []
+        counts = []
+        for p, gradient in gradients.items():
+            state = states[p]
             self.prepare(gradient, state)
             state["step"] += 1
-        counts = [float(state["step"]) for state in own]
-        g = list(gradients.values())
-        m = [state["exp_avg"] for state in own]
-        v = [state["exp_avg_sq"] for state in own]
-        is_complex = [p.is_complex() for p in gradients]
-        if any(is_complex):
-            g, m, v = ([_real(values) for values in tensors] for tensors in (g, m, v))
+            counts.append(float(state["step"]))
+            m.append(state["exp_avg"])
+            v.append(state["exp_avg_sq"])
+        is_complex = any(p.is_complex() for p in gradients)
+        if is_complex:
+            g = list(map(_real, g))
+            m = list(map(_real, m))
+            v = list(map(_real, v))
         first, second = self.betas
         torch._foreach_lerp_(m, g, 1 - first)
         torch._foreach_mul_(v, second)
@@ -57,17 +62,15 @@ class Fallback:
         torch._foreach_sqrt_(denominators)
         torch._foreach_add_(denominators, [max(self.eps, _vanishing(each.dtype, second)) for each in v])
         steps = torch._foreach_div(m, denominators)
-        torch._foreach_mul_(
-            steps, [-self.rate * rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)]
-        )
-        if any(is_complex):
-            steps = tuple(
-                torch.view_as_complex(d) if p.is_complex() else d for p, d in zip(gradients, steps, strict=True)
-            )
-        return dict(zip(gradients, steps, strict=True))
+        factors = [-self.rate * rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)]
+        torch._foreach_mul_(steps, factors)
+        direction = dict(zip(gradients, steps, strict=True))
+        if is_complex:
+            direction |= {p: torch.view_as_complex(step) for p, step in direction.items() if p.is_complex()}
+        return direction
 
     def prepare(self, gradient: Tensor, state: dict[str, Any]) -> None:
-        """Starts the state, if that has not been done; converts it, if the model was."""
+        """Start the state, if that has not been done; convert it, if the model was converted."""
         if "exp_avg" in state and state["exp_avg"].dtype is not gradient.dtype:
             state |= {key: state[key].to(gradient.dtype) for key in ("exp_avg", "exp_avg_sq")}
         if "exp_avg" not in state:
@@ -77,11 +80,11 @@ class Fallback:
 
 @functools.cache
 def _vanishing(dtype: torch.dtype, beta: float) -> float:
-    """The size up to which a gradient leaves nothing in the second moment: 0.008 in float16, 10⁻²¹ in float32."""
+    """Return the size up to which a gradient is lost in the second moment: 0.008 in float16, 10⁻²¹ in float32."""
     kind = torch.finfo(dtype)
     return math.sqrt(kind.tiny * kind.eps / (1 - beta))
 
 
 def _real(values: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, in a last dimension, as torch's Adam treats it; a view."""
+    """Return a complex tensor as real and imaginary parts in a last dimension, as torch's Adam treats it; a view."""
     return torch.view_as_real(values) if values.is_complex() else values

@@ -175,16 +175,16 @@ def _make_(
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for p in directions:
         group = gradients.groups[p]
-        numbers = (units[p], group["momentum"], group["nesterov"], group["weight_decay"], group["lr"])
+        numbers = (units[p], group["momentum"], group["weight_decay"], group["lr"])
         kinds.setdefault(numbers, []).append(p)
     velocities: dict[Tensor, Tensor] = {}
-    for (unit, beta, nesterov, weight_decay, lr), parameters in kinds.items():
+    for (unit, beta, weight_decay, lr), parameters in kinds.items():
         if weight_decay:
             torch._foreach_mul_(parameters, 1 - float(lr) * weight_decay)
         steps = [directions[p] if directions[p].dtype is p.dtype else directions[p].to(p.dtype) for p in parameters]
         alpha = -unit
         if beta:
-            steps = _advanced(parameters, steps, scale, beta, nesterov, gradients.states)
+            steps = _advanced(parameters, steps, scale, beta, gradients.states)
         else:
             alpha *= scale
         torch._foreach_add_(parameters, steps, alpha=alpha)
@@ -193,17 +193,13 @@ def _make_(
 
 
 def _advanced(
-    parameters: Sequence[Tensor], steps: list[Tensor], scale: float, beta: float, nesterov: bool, states: States
+    parameters: Sequence[Tensor], steps: list[Tensor], scale: float, beta: float, states: States
 ) -> list[Tensor]:
-    """The velocities, which advance by scaled directions, or with Nesterov's correction."""
+    """The velocities, which advance by scaled directions."""
     velocities = [_momentum(p, states) for p in parameters]
     torch._foreach_mul_(velocities, beta)
     torch._foreach_add_(velocities, steps, alpha=scale)
-    if not nesterov:
-        return velocities
-    corrected = torch._foreach_mul(velocities, beta)
-    torch._foreach_add_(corrected, steps, alpha=scale)
-    return list(corrected)
+    return velocities
 
 
 def _momentum(parameter: Tensor, states: States) -> Tensor:

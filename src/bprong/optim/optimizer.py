@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from bprong.capture.batches import Batch
 from bprong.capture.coverage import fallback_reasons
-from bprong.capture.output import Head, Key
+from bprong.capture.output import Head
 from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, covered_weights
-from bprong.checks import integer, number, one_of, positive, takes_loss, unwrapped
+from bprong.checks import number, one_of, positive, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted, without_autocast
 from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
-from bprong.linalg.blocks import MAX_DIM, Limits
+from bprong.linalg.blocks import Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
@@ -36,9 +36,9 @@ from bprong.optim.auto.step import Automatic
 from bprong.optim.checkpoint import (
     KEY,
     check_demoted,
-    checked,
     exchanged_layers,
     packed,
+    unpacked,
     with_entries,
     without_entries,
 )
@@ -51,8 +51,8 @@ from bprong.sharding import is_sharded, local, reshard, summed
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
-from bprong.whitening.schedule import Schedule
-from bprong.whitening.side import SIDES, Side, SideName, Solver
+from bprong.whitening.schedule import Periods, Schedule
+from bprong.whitening.side import SIDES, Side, SideName
 
 StepKind = Literal["natural", "spectral"]
 SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
@@ -89,19 +89,15 @@ class BPRONG(Optimizer):
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
                       defaults. lr="auto" chooses them along with the step unless they are given
-    every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time
+    every             steps between refreshes of the statistics; None: refresh what has drifted, in a tenth of run time.
+                      `bprong.optim.Periods` has a period for each side
     max_step          a bound on the length √(dᵀFd) of each step d of the whitened parameters, momentum included; Adam's
                       learning rate for other parameters is then at most 0.01. "auto": 0.1 for BPRONG's natural steps
                       at a fixed lr, which makes them safe at any lr; the default damping is then raised where few
                       observations are behind the statistics. A lowered lr lowers the bound. None: the paper's literal
                       steps
-    solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
-                      the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
-    max_dim           sides with more features than this are whitened in blocks, or over the channels of a convolution
-    output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, an
-                      index, or a function of what it returns, which may give several tensors of one shape. By default
-                      the logits or the first tensor; a loss that the model computes itself is recognised
-    options           a `bprong.optim.Options` or a mapping with its fields
+    options           a `bprong.optim.Options` or a mapping with its fields: among them `output`, if the model returns
+                      more than one tensor, and `fisher`, `solver` and `max_dim`
 
     Classification. The model returns logits:
 
@@ -139,11 +135,8 @@ class BPRONG(Optimizer):
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
         backward_damping: float | Damping | None = None,
-        every: int | None = None,
+        every: int | Periods | None = None,
         max_step: float | Literal["auto"] | None = "auto",
-        solver: Solver = "auto",
-        max_dim: int = MAX_DIM,
-        output: Key | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         check_model(model, type(self).__name__)
@@ -153,26 +146,24 @@ class BPRONG(Optimizer):
         self._sharded = is_sharded(model)
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
-        one_of("solver", solver, get_args(Solver))
         spectral = one_of("step", step, get_args(StepKind)) == "spectral"
         self._options = Options.of(options)
         if loss is None and (self._whitens_backward or lr == "auto"):
             raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
         self._loss = declared_loss(loss)
         given = [own for own in (forward_damping, backward_damping) if own is not None]
-        if solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
+        if self._options.solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
         defaults = {
             "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
             "momentum": number("momentum", usual_momentum if momentum is None else momentum, 0, 1),
-            "nesterov": spectral if self._options.nesterov is None else self._options.nesterov,
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
-        self._head = Head(output, self._loss.functions)
+        self._head = Head(self._options.output, self._loss.functions)
         self._rule = self._rule_of(lr == "auto", spectral, (forward_damping, backward_damping), max_step)
-        self._whitening = self._whitening_of(solver, integer("max_dim", max_dim, 1), every)
+        self._whitening = self._whitening_of(every)
         self._batches = Batches(
             model, self._loss, self._head, self._whitening,
             self._rule.reads_every_batch, self._rule.reruns(0),
@@ -217,25 +208,22 @@ class BPRONG(Optimizer):
             )  # fmt: skip
         if direction is not None:
             return Spectral(GivenDamping(damping, few=all_usual), direction)
-        limit = MOST_FALLBACK if options.fallback_rate is None else None
         usual_damping = GivenDamping(damping, few=all_usual and bound is not None)
-        return FixedRate(usual_damping, bound, options.fallback(0.1), limit)
+        return FixedRate(usual_damping, bound, options.fallback(0.1), MOST_FALLBACK)
 
-    def _whitening_of(self, solver: Solver, max_dim: int, every: int | None) -> Whitening:
+    def _whitening_of(self, every: int | Periods | None) -> Whitening:
         rule = self._rule
         settings = self._options.settings(every, self._whitens_backward, rule.early_steps, rule.early_parts)
-        self._form = (solver, Limits(max_dim, self._options.channels))
         layers = self._layers()
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._loss, layers, schedule, self._head, self._ranks, self._options.sharded)
+        return Whitening(self._model, self._loss, layers, schedule, self._head, self._ranks)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""
-        solver, limits = self._form
-        weights = covered_weights(self._model, limits)
-        return Layers(Layer(weight, solver, backward=self._whitens_backward) for weight in weights)
+        weights = covered_weights(self._model, Limits(self._options.max_dim))
+        return Layers(Layer(weight, self._options.solver, backward=self._whitens_backward) for weight in weights)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -507,8 +495,6 @@ class BPRONG(Optimizer):
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             number(key, group[key], 0, below)
         self._rule.check_group(group)
-        if group["nesterov"] and not group["momentum"]:
-            raise ValueError("nesterov needs a momentum above 0")
         super().add_param_group(param_group)
         self._whitening.given = set(self._parameters)
         if "_observes" in vars(self):  # not while the optimizer is made
@@ -518,11 +504,12 @@ class BPRONG(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
         parameters = self._parameters
-        rule = {"type": self._rule.kind} | self._rule.state_dict(parameters)
         layers = self._all_layers()
-        entries = packed(parameters, layers, self._whitening.state_dict(), rule, type(self).__name__)
-        if self._whitening.layers.sharding is not None:
-            entries = exchanged_layers(entries, parameters, layers, self._whitening.layers.sharding)
+        whitening = self._whitening
+        rule = self._rule.state_dict(parameters)
+        entries = packed(parameters, layers, whitening.demoted, whitening.schedule.state_dict(), rule, self._kinds)
+        if whitening.layers.sharding is not None:
+            entries = exchanged_layers(entries, parameters, layers, whitening.layers.sharding)
         return with_entries(super().state_dict(), entries)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -530,7 +517,7 @@ class BPRONG(Optimizer):
         parameters = self._parameters
         layers = self._all_layers()
         entries, others = without_entries(state_dict)
-        whitening, rule = checked(parameters, layers, entries, type(self).__name__, self._rule.kind)
+        whitening, rule = unpacked(parameters, layers, entries, self._kinds)
         self._whitening.check_state(whitening)
         check_demoted(parameters, layers, whitening["demoted"], others)
         super().load_state_dict(others)
@@ -538,6 +525,11 @@ class BPRONG(Optimizer):
         self._whitening.load_state_dict(whitening)
         self._processes = None  # a checkpoint may have been made by another number of processes
         self._forget()
+
+    @property
+    def _kinds(self) -> tuple[str, str]:
+        """What a state is refused by, if it is that of another optimizer."""
+        return type(self).__name__, self._rule.kind
 
     def _all_layers(self) -> list[Layer]:
         """All layers that could be whitened: those that are, and those that were left to the fallback rule."""
@@ -560,7 +552,6 @@ class BPRONG(Optimizer):
 
 _OWN = (
     "_batches",
-    "_form",
     "_head",
     "_loss",
     "_loss_was_seen",

@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from bprong.capture.backprop import Fisher
+from bprong.capture.output import Key
 from bprong.checks import integer, number, one_of
+from bprong.linalg.blocks import MAX_DIM
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import Power
-from bprong.whitening.schedule import Mode, Settings
+from bprong.whitening.schedule import Mode, Periods, Settings
+from bprong.whitening.side import Solver
 
-OVERHEAD = 0.1  # of run time, where no period is given
+OVERHEAD = 0.1  # the share of run time to spend on statistics and factorisations, where no period is given
 
 
 @dataclass(frozen=True)
@@ -20,54 +23,35 @@ class Options:
     """Options of `BPRONG` and `PRONG` that few people change; a mapping with these keys does as well.
 
     fisher            targets behind D: "sampled" from the model, "exact" (no sampling, one backward pass for each
-                      output of a target) or "empirical" (the data's: from `observe(x, y)` or, for classes and bits,
-                      recovered from the gradient at the model's output)
-    forward_every, forward_offset, backward_every, backward_offset
-                      the paper's τ₁, c₁, τ₂, c₂; by default both sides are refreshed together, every `every` steps
-    refresh           "periodic": refresh every side at its period. "drift": at each period measure the sides that have
-                      been drifting, and refresh those that have drifted. Default: "drift", unless a period is given
-    overhead          the share of run time to spend on statistics and factorisations if no period is given; None: 0.1
+                      output of a target) or "empirical" (the data's: those of the loss, or of `observe(x, y)`)
     average           the factor on the weight of past statistics at each measurement (exponential decay); 0: no average
-    record_every      measure, without refreshing, every so many steps too; with refresh="periodic"
     seed              of sampled targets; by default torch's initial seed
-    channels          whiten the inputs of convolutions over their channels alone, whatever their size
-    sharded           in several processes: each keeps the factors of some layers and computes their steps, which are
-                      then exchanged. It saves memory and work, and costs an exchange at each step. state_dict() must
-                      then be called by all processes
-    nesterov          Nesterov's form of momentum, as for SGD; by default for spectral steps only
     power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
                       (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
-    fallback_rate     the learning rate of parameters that are not whitened, relative to lr; default: 0.1, and 1 for
-                      spectral steps
-    fallback_betas    Adam's β₁ and β₂ for these parameters
+    fallback_betas    Adam's β₁ and β₂ for parameters that are not whitened
+    solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
+                      the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
+    max_dim           sides with more features than this are whitened in blocks
+    output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, an
+                      index, or a function of what it returns, which may give several tensors of one shape. By default
+                      the logits or the first tensor; a loss that the model computes itself is recognised
     """
 
     fisher: Fisher = "sampled"
-    forward_every: int | None = None
-    forward_offset: int | None = None
-    backward_every: int | None = None
-    backward_offset: int | None = None
-    refresh: Mode | None = None
-    overhead: float | None = None
     average: float = 0.9
-    record_every: int | None = None
     seed: int | None = None
-    channels: bool = False
-    sharded: bool = False
-    nesterov: bool | None = None
     power: Power = "half"
-    fallback_rate: float | None = None
     fallback_betas: tuple[float, float] = (0.9, 0.999)
+    solver: Solver = "auto"
+    max_dim: int = MAX_DIM
+    output: Key | None = None
 
     def __post_init__(self) -> None:
         if self.seed is not None:
             integer("options['seed']", self.seed, 0)
-        one_of("options['refresh']", self.refresh, (None, *get_args(Mode)))
-        one_of("options['channels']", self.channels, (False, True))
-        one_of("options['sharded']", self.sharded, (False, True))
-        one_of("options['nesterov']", self.nesterov, (None, False, True))
         one_of("options['power']", self.power, get_args(Power))
-        number("options['fallback_rate']", self.fallback_rate or 0.0, 0)
+        one_of("options['solver']", self.solver, get_args(Solver))
+        integer("options['max_dim']", self.max_dim, 1)
         if not isinstance(self.fallback_betas, (tuple, list)) or len(self.fallback_betas) != 2:
             raise ValueError(f"options['fallback_betas'] must be two numbers, not {self.fallback_betas!r}")
         for beta in self.fallback_betas:
@@ -80,48 +64,33 @@ class Options:
             return options
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a bprong.optim.Options or a mapping, not {options!r}")
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in options or {} if name not in known]
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in options or {} if name not in names]
         if unknown:
-            raise ValueError(
-                f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}. solver and "
-                f"max_dim are keyword arguments of the optimizer"
-            )
+            raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(names)}")
         return cls(**options or {})
 
-    def fallback(self, usual: float = 1.0) -> Fallback:
-        """The rule of parameters that are not whitened; usual: its rate, unless one was given."""
-        return Fallback(usual if self.fallback_rate is None else self.fallback_rate, self.fallback_betas)
+    def fallback(self, rate: float = 1.0) -> Fallback:
+        """The rule of parameters that are not whitened; rate: its learning rate, relative to the group's."""
+        return Fallback(rate, self.fallback_betas)
 
     def settings(
-        self, every: int | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
+        self, every: int | Periods | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
     ) -> Settings:
-        """The settings of the schedule; refuses options that have no effect in the mode they choose."""
-        every = None if every is None else integer("every", every, 1)
-        forward_every = every if self.forward_every is None else self.forward_every
-        backward_every = every if self.backward_every is None else self.backward_every
-        periodic = forward_every is not None or backward_every is not None
-        refresh = self.refresh or ("periodic" if periodic else "drift")
-        overhead = self.overhead
-        _refuse(overhead is not None and periodic, "overhead", "a period is given; leave one of them out")
-        _refuse(
-            every is not None and self.forward_every is not None and self.backward_every is not None,
-            "every", "forward_every and backward_every are given",
-        )  # fmt: skip
+        """The settings of the schedule; refuses what has no effect in the mode that was chosen."""
+        periods = every if isinstance(every, Periods) else Periods(1 if every is None else integer("every", every, 1))
+        refresh: Mode = "drift" if every is None else one_of("refresh", periods.refresh, get_args(Mode))
         if not backward:
-            for name in ("backward_every", "backward_offset"):
-                _refuse(getattr(self, name) is not None, name, "PRONG whitens forward only")
+            _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
-        for name in ("forward_offset", "backward_offset"):
-            _refuse(getattr(self, name) is not None and not periodic, name, "no period is given; give every")
-        _refuse(self.record_every is not None and refresh == "drift", "record_every", 'it needs refresh="periodic"')
-        common = next((given for given in (every, forward_every, backward_every) if given is not None), 1)
-        share = None if periodic else number("overhead", OVERHEAD if overhead is None else overhead, 0.001, 1)
+        _refuse(periods.record_every is not None and refresh == "drift", "record_every", 'it needs refresh="periodic"')
+        backward_every = periods.forward_every if periods.backward_every is None else periods.backward_every
         return Settings.checked(
-            forward=(common if forward_every is None else forward_every, self.forward_offset or 0),
-            backward=(common if backward_every is None else backward_every, self.backward_offset or 0),
-            fisher=self.fisher, average=self.average, record_every=self.record_every, seed=self.seed,
-            refresh=refresh, overhead=share, early_steps=early_steps, early_parts=early_parts,
+            forward=(periods.forward_every, periods.forward_offset),
+            backward=(backward_every, periods.backward_offset if backward else 0),
+            fisher=self.fisher, average=self.average, record_every=periods.record_every, seed=self.seed,
+            refresh=refresh, overhead=OVERHEAD if every is None else None,
+            early_steps=early_steps, early_parts=early_parts,
         )  # fmt: skip
 
 

@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from bprong.capture.output import Key
 from bprong.checks import takes_loss
 from bprong.likelihood.loss import Declaration
-from bprong.linalg.blocks import MAX_DIM
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.optimizer import BPRONG, StepKind
 from bprong.optim.options import Options
 from bprong.optim.rules import Group
-from bprong.whitening.side import SideName, Solver
+from bprong.whitening.schedule import Periods
+from bprong.whitening.side import SideName
 
 
 class PRONG(BPRONG):
@@ -40,15 +39,11 @@ class PRONG(BPRONG):
         momentum: float | None = None,
         weight_decay: float = 0.0,
         forward_damping: float | Damping | None = None,
-        every: int | None = None,
+        every: int | Periods | None = None,
         max_step: float | Literal["auto"] | None = "auto",
-        solver: Solver = "auto",
-        max_dim: int = MAX_DIM,
-        output: Key | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             model, loss, lr, step=step, params=params, momentum=momentum, weight_decay=weight_decay,
-            forward_damping=forward_damping, every=every, max_step=max_step, solver=solver,
-            max_dim=max_dim, output=output, options=options,
+            forward_damping=forward_damping, every=every, max_step=max_step, options=options,
         )  # fmt: skip

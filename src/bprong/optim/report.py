@@ -46,44 +46,47 @@ class Report:
     rule: dict[str, float | None]
 
     def __str__(self) -> str:
-        of_sides = {
-            f"{side}_{key}": f"{heading} {letter}"
-            for key, (heading, _) in COLUMNS.items()
-            for side, letter in zip(SIDES, "zδ", strict=True)
-        }
-        headings = {"layer": "layer", **of_sides, "step_norm": "step"}
+        headings = {"layer": "layer"}
+        for key, (heading, _) in COLUMNS.items():
+            for side, letter in zip(SIDES, "zδ", strict=True):
+                headings[f"{side}_{key}"] = f"{heading} {letter}"
+        headings["step_norm"] = "step"
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
         rows = [[_cell(row.get(key)) for key in used] for row in self.layers]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
         shown = " ".join(used)
         lines += [f"{heading}: {explanation}" for key, (heading, explanation) in COLUMNS.items() if key in shown]
-        lines += ["step: length of the weight's step at the last refresh"] if "step_norm" in used else []
+        if "step_norm" in used:
+            lines.append("step: length of the weight's step at the last refresh")
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
         if self.rule:
-            numbers = [f"{RULE_NUMBERS.get(key, (key,))[0]} {_cell(value)}" for key, value in self.rule.items()]
+            numbers = []
+            for key, value in self.rule.items():
+                letter, *_ = RULE_NUMBERS.get(key, (key,))
+                numbers.append(f"{letter} {_cell(value)}")
             lines.append("step rule: " + ", ".join(numbers))
         lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
-        shares = ", ".join(f"{purpose} {share:.1%}" for purpose, share in self.time.items())
-        return "\n".join([*lines, f"share of time since the first step: {shares}; the rest is your own code"])
+        times = ", ".join(f"{purpose} {fraction:.1%}" for purpose, fraction in self.time.items())
+        return "\n".join([*lines, f"share of time since the first step: {times}; the rest is your own code"])
 
     def scalars(self) -> dict[str, float]:
-        """All numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""
+        """Return all numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""
         parts: list[tuple[str, Mapping[str, Any]]] = [
             ("", {"steps": self.steps}),
             ("time/", self.time),
             ("rule/", self.rule),
             *((f"{row['layer']}/", row) for row in self.layers),
         ]
-        return {
-            f"{prefix}{key}": float(value)
-            for prefix, values in parts
-            for key, value in values.items()
-            if isinstance(value, (int, float))
-        }
+        numbers = {}
+        for prefix, values in parts:
+            for key, value in values.items():
+                if isinstance(value, (int, float)):
+                    numbers[prefix + key] = float(value)
+        return numbers
 
 
 def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
-    """The row of a layer at step t."""
+    """Return the row of a layer at step t."""
     row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
     for side in layer.sides:
         numbers: dict[str, Any] = {"factor": f"{side.factor or 'identity'} {side.blocks}"}
@@ -91,19 +94,20 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
             numbers |= {"age": t - side.refreshed_at, "drift": side.last_drift}
         if side.moments is not None:
             epsilon = damping(layer, side).amounts(side.moments.variances)
-            directions = None if side.moments.diagonal else _directions(side.moments)
-            numbers |= {"directions": directions, "damping": float(epsilon.mean())}
+            numbers["directions"] = None if side.moments.diagonal else _participation(side.moments)
+            numbers["damping"] = float(epsilon.mean())
         row |= {f"{side.name}_{key}": value for key, value in numbers.items()}
     return row
 
 
-def _directions(moments: Moments) -> float:
-    """tr(Ž)² / tr(Ž²), which is the rank of a projection; cheap, unlike a rank."""
+def _participation(moments: Moments) -> float:
+    """Return the effective number of directions, tr(Ž)² / tr(Ž²): the rank of a projection, and cheaper than a rank."""
     squares = float(moments.scatter.square().sum())
     return float(moments.scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
 
 
 def _cell(value: Any) -> str:
+    """Return a value as text for a table."""
     if value is None:
         return "–"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -132,7 +132,10 @@ class StepRule(ABC):
         return False
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        """What outlives a step, tensors by the order of the parameters: tensors and plain values only."""
+        """What outlives a step: numbers under keys that never change, None where there is none.
+
+        Under "moved" and "pending" a rule may have a flag and a tensor for each parameter.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:  # noqa: B027

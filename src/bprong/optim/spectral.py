@@ -169,15 +169,14 @@ def _average(parameter: Tensor, states: States) -> Tensor:
 def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
     found: dict[Tensor, Tensor] = {}
-    kinds: dict[tuple[float, bool], list[Tensor]] = {}
+    kinds: dict[float, list[Tensor]] = {}
     for p in parameters:
-        group = gradients.groups[p]
-        kinds.setdefault((group["momentum"], group["nesterov"]), []).append(p)
-    for (momentum, nesterov), own in kinds.items():
+        kinds.setdefault(gradients.groups[p]["momentum"], []).append(p)
+    for momentum, own in kinds.items():
         values = [gradients.values[p] for p in own]
         averages = [_average(p, gradients.states) for p in own]
         torch._foreach_lerp_(averages, [g.to(p.dtype) for p, g in zip(own, values, strict=True)], 1 - momentum)
         alike = [average.to(g.dtype) for average, g in zip(averages, values, strict=True)]
-        corrected = torch._foreach_lerp(values, alike, momentum) if nesterov else averages
+        corrected = torch._foreach_lerp(values, alike, momentum)
         found |= dict(zip(own, corrected, strict=True))
     return found

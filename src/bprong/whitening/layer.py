@@ -119,7 +119,7 @@ class Layer:
         linear = self.linear
         if not linear.is_plain:
             g_b = None if g_b is None else linear.vector(g_b)
-            g_W = None if g_W is None else linear.gradient(linear.own(g_W), g_b, self.c)
+            g_W = None if g_W is None else linear.matrix(linear.own(g_W))
         return g_W, g_b
 
     def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor], ratio: float = 1.0) -> None:

@@ -112,7 +112,6 @@ class Whitening:
                trained. The first step that trains one measures it, so that it does not follow its plain gradient
     recorded:  what the user's own forward passes have measured since the last step
     ranks:     the processes that train the model together
-    sharded:   whether each of them keeps the factors of its own layers only
     seconds:   the time spent, by purpose
     """
 
@@ -124,11 +123,9 @@ class Whitening:
         schedule: Schedule,
         head: Head,
         ranks: Ranks = ALONE,
-        sharded: bool = False,
     ) -> None:
         self.head = head
         self.ranks = ranks
-        self.sharded = sharded
         self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
@@ -199,7 +196,7 @@ class Whitening:
 
     def _shard(self) -> None:
         """Assigns layers to ranks, each once, and leaves what this rank does not own to the others."""
-        if self._fully_sharded or (self.sharded and self.ranks.size > 1):
+        if self._fully_sharded:
             share_layers(self.layers, self.ranks)
 
     @property
@@ -322,7 +319,7 @@ class Whitening:
         if wrong := [name for name in missed if self.layers[name].linear.registered]:
             raise ValueError(
                 f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "
-                f"the layers that they were said to be like. See transposed=, stacked= and computed= of bprong.register"
+                f"the layers that they were said to be like. See transposed= and stacked= of bprong.register"
             )
         for name in [*missed, *(name for name, found in first.items() if found.unexplained)]:
             self.demote(name)

@@ -38,6 +38,25 @@ FACTORISATION = 2.2  # factorisations run slower than products
 
 
 @dataclass(frozen=True)
+class Periods:
+    """Periods of the two sides, where one for both will not do; an optimizer takes them as `every`.
+
+    forward_every, forward_offset, backward_every, backward_offset
+                   the paper's τ₁, c₁, τ₂, c₂; backward_every None: as forward_every
+    record_every:  measure all sides, without refreshing them, every so many steps too; None: never
+    refresh:       "periodic": refresh every side at its period; "drift": at each period measure the sides that have
+                   been drifting, and refresh those that have drifted
+    """
+
+    forward_every: int
+    forward_offset: int = 0
+    backward_every: int | None = None
+    backward_offset: int = 0
+    record_every: int | None = None
+    refresh: Mode = "periodic"
+
+
+@dataclass(frozen=True)
 class Settings:
     """When sides are measured and refreshed, and from which targets.
 

@@ -131,7 +131,7 @@ class Side:
 
     def _tries_low_rank(self, damping: Damping) -> bool:
         """Low rank is for one block that is damped alike in all directions, and wide unless the user asked for it."""
-        if self.blocks.lead or self.blocks.positions > 1 or damping.relative_to == "variance":
+        if self.blocks.lead or damping.relative_to == "variance":
             return False
         wide = self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM
         return self.solver == "low-rank" or (wide and self.backoff.tries())
@@ -144,24 +144,28 @@ class Side:
         self.backoff.record(found is not None)
         return found
 
+    def numbers(self) -> dict[str, float | None]:
+        """The numbers that later refreshes depend on, apart from those of the moments and of the factor."""
+        return {name: getattr(self, name) for name in _NUMBERS} | asdict(self.backoff)
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only."""
         return {
             "moments": None if self.moments is None else self.moments.state_dict(),
             "factor": None if self.factor is None else self.factor.state_dict() or None,
-            "backoff": asdict(self.backoff),
-            **{key: getattr(self, key) for key in _SAVED},
+            "numbers": self.numbers(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], like: Tensor) -> None:
         moments = state["moments"]
         self.moments = None if moments is None else Moments.of_state(moments, float64_device(like))
         self.factor = None if state["factor"] is None else factor_of_state(state["factor"], self.blocks, like)
-        self.backoff = Backoff(**state["backoff"])
-        for key in _SAVED:
-            setattr(self, key, state[key])
+        numbers = state["numbers"]
+        self.backoff = Backoff(int(numbers["skip"]), int(numbers["next_skip"]))
+        for name, kind in _NUMBERS.items():
+            setattr(self, name, None if numbers[name] is None else kind(numbers[name]))
         self.last_drift = None
         self.failures = 0
 
 
-_SAVED = ("refreshed_at", "mean_eigenvalue", "observations", "interval")
+_NUMBERS = {"refreshed_at": int, "mean_eigenvalue": float, "observations": float, "interval": int}

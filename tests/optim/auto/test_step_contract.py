@@ -27,8 +27,6 @@ def test_the_groups_lr_starts_at_one_and_arguments_without_effect_are_refused():
         bprong.BPRONG(mlp(5, 3), "cross_entropy", lr="automatic")
     with pytest.raises(ValueError, match="leave out momentum=0.9"):
         auto(mlp(5, 3), momentum=0.9)
-    with pytest.raises(ValueError, match="leave out fallback_rate"):
-        auto(mlp(5, 3), options={"fallback_rate": 0.1})
 
 
 @pytest.mark.parametrize("start", [0, 7, 23])

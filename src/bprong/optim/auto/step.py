@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -58,8 +57,6 @@ class Automatic(StepRule):
         ranks: Ranks = ALONE,
         sums: bool = False,
     ) -> None:
-        if options.fallback_rate is not None:
-            raise ValueError('lr="auto" chooses how far the fallback goes; leave out fallback_rate')
         self.rule = AutoRule(
             damping_given=damping_given,
             most=math.inf if max_step is None else max_step**2 / 2,
@@ -286,13 +283,17 @@ class Automatic(StepRule):
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        numbers = copy.deepcopy({field.name: getattr(self.rule, field.name) for field in fields(AutoState)})
+        numbers = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
+        for name in ("coefficients", "curvature"):
+            numbers[name] = {part: numbers[name].get(part) for part in ("whitened", "adam", "last")}
         moved = set(self.moved)
         pending = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
         return numbers | {"moved": [p in moved for p in parameters], "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        numbers = {name: copy.deepcopy(value) for name, value in state.items() if name not in ("moved", "pending")}
+        numbers = {name: value for name, value in state.items() if name not in ("moved", "pending")}
+        for name in ("coefficients", "curvature"):
+            numbers[name] = {part: value for part, value in numbers[name].items() if value is not None}
         pending = zip(parameters, state["pending"], strict=True)
         self.moved = [p for p, moved in zip(parameters, state["moved"], strict=True) if moved]
         self.pending = {p: d.detach().to(p.device, copy=True) for p, d in pending if d is not None}

@@ -1,6 +1,8 @@
 """A live view of an optimizer's report in the terminal, for long runs.
 
-with bprong.live.LiveReport(optimizer) as live:
+from bprong.experiments.live import LiveReport
+
+with LiveReport(optimizer) as live:
     for x, y in loader:
         ...                                     # your step
         live.update(loss=loss.item())           # numbers of your own, shown as curves
@@ -26,7 +28,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f"{missing.name} is not installed: {install_command('live')}") from missing
+    raise ModuleNotFoundError(f"{missing.name} is not installed: {install_command('experiments')}") from missing
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 48  # points of a curve, each a character

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import bprong
-from bprong.live import BARS, CURVE, Curve, LiveReport
+from bprong.experiments.live import BARS, CURVE, Curve, LiveReport
 from helpers import assert_unchanged, classification, mlp, snapshot
 from training import train
 
