@@ -99,6 +99,23 @@ def test_a_plain_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads.total() <= 1, reads
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
+def test_an_automatic_step_that_evaluates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 24 modules, 300 calls and three reads."""
+    steps = Steps(every=1000)
+    rule = steps.optimizer._rule.rule
+    for t in range(200):
+        if t > 100 and not rule.evaluates(t) and not rule.evaluates(t + 1) and not steps.optimizer._rule.pending:
+            break
+        steps.make()
+    calls = calls_of(steps.make)
+    assert len(calls) <= 24, calls
+    assert calls.total() <= 300, calls
+    with counted_reads(monkeypatch) as reads:
+        steps.make()
+    assert reads.total() <= 3, reads
+
+
 def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a step with a refresh there are many, so that this way of counting can fail."""
     steps = Steps(lr=0.01, every=1)

@@ -110,7 +110,7 @@ class Ranks:
 
     def sums(self, columns: int, compute: Callable[[], Sequence[float]]) -> list[float]:
         """Return the sums over all ranks of what each computes."""
-        return self.table(columns, compute).sum(dim=0).tolist()
+        return list(compute()) if self.size == 1 else self.table(columns, compute).sum(dim=0).tolist()
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
@@ -359,33 +359,33 @@ def shared(
     solve:       the factors of some sides, with an error for each that has none
     everywhere:  whether all ranks receive them; otherwise they know that their owners have them
     """
-    own: dict[Key, Factor | WhiteningError] = {}
+    computed: dict[Key, Factor | WhiteningError] = {}
 
     def described() -> list[float]:
-        own.update(solve([key for key, owner in owners.items() if owner == ranks.rank]))
-        return [number for key in owners for number in _described(own.get(key))]
+        computed.update(solve([key for key, owner in owners.items() if owner == ranks.rank]))
+        return [number for key in owners for number in _described(computed.get(key))]
 
     table = ranks.table(NUMBERS * len(owners), described).view(ranks.size, -1, NUMBERS)
     numbers = {key: table[owner, i].tolist() for i, (key, owner) in enumerate(owners.items())}
-    found: dict[Key, Factor | WhiteningError] = {}
+    factors: dict[Key, Factor | WhiteningError] = {}
     for key, (kind, *_) in numbers.items():
         if kind == 0:
-            found[key] = own.get(key) or WhiteningError(f"rank {owners[key]}, which factors it, could not do so")
+            factors[key] = computed.get(key) or WhiteningError(f"rank {owners[key]}, which factors it, could not do so")
     if not everywhere:
-        remote = {k: Elsewhere(owners[k], int(numbers[k][-1]), like[k][1].dtype) for k in owners if k not in found}
-        return {key: found.get(key) or own.get(key) or remote[key] for key in owners}
+        remote = {k: Elsewhere(owners[k], int(numbers[k][-1]), like[k][1].dtype) for k in owners if k not in factors}
+        return {key: factors.get(key) or computed.get(key) or remote[key] for key in owners}
     for owner, dtype in sorted({(owners[key], like[key][1].dtype) for key in owners}, key=str):
-        keys = [k for k in owners if owners[k] == owner and like[k][1].dtype is dtype and k not in found]
+        keys = [k for k in owners if owners[k] == owner and like[k][1].dtype is dtype and k not in factors]
         sizes = [described_shape(numbers[key]) for key in keys]
         device = like[keys[0]][1].device if keys else None
         buffer = torch.empty(sum(map(math.prod, sizes)), dtype=dtype, device=device)
         if owner == ranks.rank and keys:
-            buffer = torch.cat([_tensor(own[key]).flatten() for key in keys])
+            buffer = torch.cat([_tensor(computed[key]).flatten() for key in keys])
         parts = torch.split(ranks.received(buffer, owner), [math.prod(size) for size in sizes]) if keys else ()
         for key, size, part in zip(keys, sizes, parts, strict=True):
             state = described_state(numbers[key], part.view(size))
-            found[key] = factor_of_state(cast(dict[str, Any], state), *like[key])
-    return {key: found[key] for key in owners}
+            factors[key] = factor_of_state(cast(dict[str, Any], state), *like[key])
+    return {key: factors[key] for key in owners}
 
 
 def _described(factor: Factor | WhiteningError | None) -> list[float]:

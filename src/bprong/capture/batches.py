@@ -98,9 +98,9 @@ def copied(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
     """
 
     def copy(leaf: Tensor) -> Tensor:
-        own = leaf.detach()
-        part = subset.rows(own) if subset.divides(own) and len(own) == subset.whole else own
-        part = part.to(dtype) if own.dtype in (torch.bfloat16, torch.float16) else part
-        return (part.clone() if part is own else part).requires_grad_(leaf.requires_grad)
+        detached = leaf.detach()
+        part = subset.rows(detached) if subset.divides(detached) and len(detached) == subset.whole else detached
+        part = part.to(dtype) if detached.dtype in (torch.bfloat16, torch.float16) else part
+        return (part.clone() if part is detached else part).requires_grad_(leaf.requires_grad)
 
     return tree_map_only(Tensor, copy, batch)

@@ -87,12 +87,13 @@ class GradientScale:
             ratios = (now if len(places) == len(now) else now[places]) / torch.stack(before)
             valid = (ratios > 0) & ratios.isfinite()
             numbers[1:] = [ratios.where(valid, math.inf).amin(), ratios.where(valid, 0.0).amax()]
-        size, least, most = torch.stack(numbers).tolist()
+        size, lowest, highest = torch.stack(numbers).tolist()
         if ranks is not None:
-            table = ranks.table(2, lambda: [least, most])
+            table = ranks.table(2, lambda: [lowest, highest])
             present = table[table[:, 1] > 0]
-            least, most = (float(present[:, 0].min()), float(present[:, 1].max())) if len(present) else (0.0, 0.0)
+            lowest = float(present[:, 0].min()) if len(present) else 0.0
+            highest = float(present[:, 1].max()) if len(present) else 0.0
         tolerance = max(4 * torch.finfo(g.dtype).eps for g in values)
-        if most > (1 + max(ROUNDING, tolerance)) * least:
+        if highest > (1 + max(ROUNDING, tolerance)) * lowest:
             return size, None
-        return size, most or 1.0
+        return size, highest or 1.0

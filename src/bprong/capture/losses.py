@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,15 @@ def _stand_in(end: Callable[..., Tensor], function: str, options: tuple[str, ...
         for watcher in list(_WATCHERS.values()):
             call = LossCall(function, input, target.detach(), named, value.detach())
             if value.grad_fn is not None:
-                value.register_hook(call.arrive)  # type: ignore[no-untyped-call]
+                value.register_hook(partial(_arrive, call))  # type: ignore[no-untyped-call]
             watcher(call)
         return value
 
     return seen
+
+
+def _arrive(call: LossCall, gradient: Tensor) -> None:
+    call.arrive(torch._C._current_graph_task_id(), gradient)
 
 
 _STAND_INS = Replacements(_stand_ins)

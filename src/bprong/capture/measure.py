@@ -78,9 +78,9 @@ def gathered(
 ) -> tuple[Mapping[str, LayerMoments], Mapping[str, LayerMoments]]:
     """Two batches, with the moments of the layers that both have moved to the later one."""
     both = earlier.keys() & later.keys()
-    moved = {name: merged([earlier[name], later[name]]) for name in both}
-    left = {name: LayerMoments(called=earlier[name].called, empty=earlier[name].empty) for name in both}
-    return {**earlier, **left}, {**later, **moved}
+    sums = {name: merged([earlier[name], later[name]]) for name in both}
+    emptied = {name: LayerMoments(called=earlier[name].called, empty=earlier[name].empty) for name in both}
+    return {**earlier, **emptied}, {**later, **sums}
 
 
 def _together(found: Iterable[Moments | None]) -> Moments | None:

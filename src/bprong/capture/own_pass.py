@@ -118,12 +118,15 @@ def _call(model: nn.Module, x: Any) -> Any:
 @contextmanager
 def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Use separate random numbers, and restore the state of all modules afterwards."""
-    seen: set[int] = set()
-    restore = _restorers(_GLOBAL_HOOKS, seen)
+    visited: set[int] = set()
+    restore = _restorers(_GLOBAL_HOOKS, visited)
     for module in model.modules():
         if not getattr(module, "buffers_are_constant", False):
-            kept = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
-            restore += [*_restorers(kept.values(), seen), partial(_restore_attributes, vars(module), kept)]
+            attributes = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
+            restore += [
+                *_restorers(attributes.values(), visited),
+                partial(_restore_attributes, vars(module), attributes),
+            ]
         if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
             restore += [partial(p.copy_, p.detach().clone()) for p in module.parameters(recurse=False)]
     with random_numbers(model, seed):
@@ -191,33 +194,33 @@ def _restore_attributes(own: dict[str, Any], kept: Mapping[str, Any]) -> None:
     own.update(kept)
 
 
-def _restorers(values: Iterable[Any], seen: set[int]) -> list[Callable[[], object]]:
+def _restorers(values: Iterable[Any], visited: set[int]) -> list[Callable[[], object]]:
     """Functions that give values back their present contents: tensors, containers, and random number generators."""
-    found: list[Callable[[], object]] = []
+    restorers: list[Callable[[], object]] = []
     for value in values:
-        if type(value) in _IMMUTABLE or id(value) in seen:
+        if type(value) in _IMMUTABLE or id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         match value:
             case dict() | list() | deque() | set() if not value:
-                found.append(value.clear)  # most containers of a module are for hooks, of which it has none
+                restorers.append(value.clear)  # most containers of a module are for hooks, of which it has none
             case dict() | list() | deque() | set():
                 contents = dict(value) if isinstance(value, dict) else list(value)
-                found.append(partial(_refill, value, contents))
-                found += _restorers(contents.values() if isinstance(contents, dict) else contents, seen)
+                restorers.append(partial(_refill, value, contents))
+                restorers += _restorers(contents.values() if isinstance(contents, dict) else contents, visited)
             case Tensor() if not isinstance(value, nn.Parameter):
-                found.append(partial(value.copy_, value.clone()))
+                restorers.append(partial(value.copy_, value.clone()))
             case tuple():
-                found += _restorers(value, seen)
+                restorers += _restorers(value, visited)
             case np.ndarray():
-                found.append(partial(np.copyto, value, value.copy()))
+                restorers.append(partial(np.copyto, value, value.copy()))
             case torch.Generator() | np.random.RandomState():
-                found.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
+                restorers.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
             case random.Random():
-                found.append(partial(value.setstate, value.getstate()))
+                restorers.append(partial(value.setstate, value.getstate()))
             case np.random.Generator():
-                found.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-    return found
+                restorers.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    return restorers
 
 
 _IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}

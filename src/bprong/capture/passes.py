@@ -293,8 +293,8 @@ class Batches:
 
     def _needs_own_pass(self, calls: Calls) -> bool:
         """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
-        seen = {call.weight for call in calls}
-        missing = any(weight not in seen and weight.name not in calls.empty for weight in calls.recorded)
+        called = {call.weight for call in calls}
+        missing = any(weight not in called and weight.name not in calls.empty for weight in calls.recorded)
         return missing or (bool(calls.recorded) and (calls.opaque or _anything_is_compiled()))
 
     def _take_losses(self, begun: Pass, parts: Sequence[Tensor], leaves: Sequence[Any]) -> None:

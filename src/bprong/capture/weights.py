@@ -84,8 +84,8 @@ class WeightMatrix:
     @property
     def given(self) -> Tensor:
         """The weight as torch's functions take it, as a view: (out, in, …), but (in, out) of an embedding."""
-        own = self.own(self.weight.detach())
-        return own.T if self.transposed and not self.one_hot else own
+        part = self.own(self.weight.detach())
+        return part.T if self.transposed and not self.one_hot else part
 
     def matrix(self, values: Tensor) -> Tensor:
         """A tensor shaped like `own(weight)` as a matrix (out, in), or (groups, out, in) with several groups."""
@@ -114,12 +114,12 @@ class WeightMatrix:
         per_row: operations to measure one row; step: operations that a step takes beyond those of SGD
         """
         sides = [self.inputs, self.outputs] if backward else [self.inputs]
-        kept = torch.promote_types(self.weight.dtype, torch.float32).itemsize
+        factor_bytes = torch.promote_types(self.weight.dtype, torch.float32).itemsize
         features = self.inputs.groups * self.inputs.features
         centred = self.bias is not None and self.bias.requires_grad
-        centre = features * (torch.float64.itemsize + kept) if centred else 0
+        centre = features * (torch.float64.itemsize + factor_bytes) if centred else 0
         return {
-            "memory": sum(side.entries for side in sides) * (torch.float64.itemsize + kept) + centre,
+            "memory": sum(side.entries for side in sides) * (torch.float64.itemsize + factor_bytes) + centre,
             "refresh": sum(2 * side.entries * side.size for side in sides),  # Cholesky d³/3, its inverse 2d³/3; twice
             "per_row": sum(2 * side.entries for side in sides),
             "step": 2 * features * self.outputs.features * sum(side.size for side in sides),
@@ -128,11 +128,11 @@ class WeightMatrix:
 
 def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = None) -> list[WeightMatrix]:
     """The weights that a module holds itself; none unless its exact type is supported or registered."""
-    own = written_type(module)
-    registered = (make for kind, make in reversed(REGISTERED.values()) if kind is own)
-    make = next(registered, _MAKERS.get(own))
-    found = () if make is None else make(module, limits or Limits())
-    return [replace(weight, name=".".join(filter(None, (name, weight.name)))) for weight in found]
+    layer_type = written_type(module)
+    registered = (make for kind, make in reversed(REGISTERED.values()) if kind is layer_type)
+    make = next(registered, _MAKERS.get(layer_type))
+    matrices = () if make is None else make(module, limits or Limits())
+    return [replace(weight, name=".".join(filter(None, (name, weight.name)))) for weight in matrices]
 
 
 def weight_matrix_of(name: str, layer: Any) -> WeightMatrix:
@@ -153,15 +153,15 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
     """
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if any(isinstance(p, nn.UninitializedParameter) for p in own):
+        parameters = list(module.parameters(recurse=False))
+        if any(isinstance(p, nn.UninitializedParameter) for p in parameters):
             raise ValueError(f"{name!r} has parameters without a shape yet (lazy); call the model on a batch first")
-        unfit = any(uses[id(p)] > 1 or p.is_complex() or p.numel() == 0 for p in own)
-        found = [] if unfit else weight_matrices_of(name, module, limits)
-        used = {id(p) for weight in found for p in (weight.weight, weight.bias) if p is not None}
+        unfit = any(uses[id(p)] > 1 or p.is_complex() or p.numel() == 0 for p in parameters)
+        matrices = [] if unfit else weight_matrices_of(name, module, limits)
+        used = {id(p) for weight in matrices for p in (weight.weight, weight.bias) if p is not None}
         # A weight computed from other parameters (weight norm, spectral norm) is not itself a parameter.
-        if used <= {id(p) for p in own}:
-            yield from found
+        if used <= {id(p) for p in parameters}:
+            yield from matrices
 
 
 # One function for each kind of module -------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def _attention(module: nn.MultiheadAttention, limits: Limits) -> Iterator[Weight
         rows = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
         packed = module.in_proj_weight is not None
         weight = module.in_proj_weight if packed else getattr(module, f"{letter}_proj_weight")
-        own = _dense(letter, weight, module.in_proj_bias, limits, rows if packed else None)
-        yield replace(own, bias_rows=rows)
+        projection = _dense(letter, weight, module.in_proj_bias, limits, rows if packed else None)
+        yield replace(projection, bias_rows=rows)
 
 
 LIKE: dict[type[nn.Module], Callable[..., Iterable[WeightMatrix]]] = {

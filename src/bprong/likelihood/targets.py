@@ -129,9 +129,9 @@ class LossCall:
     arrived: tuple[int, Tensor | None] = (-1, None)
     gradient: Tensor | None = None
 
-    def arrive(self, gradient: Tensor) -> None:
-        """A hook on the value."""
-        self.arrived = (torch._C._current_graph_task_id(), gradient.detach())
+    def arrive(self, task: int, gradient: Tensor) -> None:
+        """Notes the gradient that a backward pass brings to the value; task: the number of that pass."""
+        self.arrived = (task, gradient.detach())
 
     def count(self, task: int) -> None:
         """Adds the gradient of a backward pass, if that has reached this call."""

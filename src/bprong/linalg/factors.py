@@ -326,9 +326,9 @@ def low_rank(
         size = min(size, largest)
         added = _directions(second, size - vectors.shape[1])
         values, vectors, residuals = _leading(second, torch.cat([vectors, added], dim=1))
-        found = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
-        if found.error <= tolerance:
-            return found
+        factor = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
+        if factor.error <= tolerance:
+            return factor
         if size == largest or _expected_error(values, most, epsilon) > tolerance:
             return None
         size *= 2

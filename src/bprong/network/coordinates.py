@@ -101,8 +101,8 @@ class Change:
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
     columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size).permute(0, 2, 3, 1)
-    moved = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
-    return moved.permute(0, 3, 1, 2).reshape(W.shape)
+    mapped = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
+    return mapped.permute(0, 3, 1, 2).reshape(W.shape)
 
 
 def on_outputs(apply: Map, W: Tensor, b: Tensor | None, blocks: Blocks) -> Pair:

@@ -47,9 +47,9 @@ def packed(
     kinds:    the names of the classes of the optimizer and of its rule
     """
     rule = dict(rule)
-    moved = rule.pop("moved", [False] * len(parameters))
+    flags = rule.pop("moved", [False] * len(parameters))
     pending = rule.pop("pending", None)
-    entries: list[State] = [{"moved": flag} for flag in moved]
+    entries: list[State] = [{"moved": flag} for flag in flags]
     for entry, p, direction in zip(entries, parameters, pending or [], strict=bool(pending)):
         entry["has_pending"] = direction is not None
         entry["pending"] = torch.zeros_like(p) if direction is None else direction

@@ -143,8 +143,8 @@ class FixedRate(StepRule):
         sizes = read(torch._foreach_norm(others)) if others and not gradients.checked else []
         if not (gradients.checked or math.isfinite(sum(numbers) + sum(sizes))):
             raise NotFiniteError
-        several = len(set(units.values())) > 1
-        weights = {layer.bias: units[layer.weight] for layer in layers.values()} if several else {}
+        rates_differ = len(set(units.values())) > 1
+        weights = {layer.bias: units[layer.weight] for layer in layers.values()} if rates_differ else {}
         squared = 0.0
         for p, product in zip(directions, numbers, strict=False):
             squared += units[p] * weights.get(p, units[p]) * product
@@ -153,7 +153,7 @@ class FixedRate(StepRule):
             eta_b * (eta_b - eta_W) * product
             for (eta_W, eta_b, *_), product in zip(biases, numbers[len(directions) :], strict=True)
         ]
-        if layers.sharding is not None and several:
+        if layers.sharding is not None and rates_differ:
             corrections = layers.sharding.ranks.sums(1, lambda: [sum(corrections)])
         return math.sqrt(max(squared + sum(corrections), 0.0))
 

@@ -151,8 +151,8 @@ class BPRONG(Optimizer):
         if loss is None and (self._whitens_backward or lr == "auto"):
             raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
         self._loss = declared_loss(loss)
-        given = [own for own in (forward_damping, backward_damping) if own is not None]
-        if self._options.solver == "low-rank" and any(Damping.of(own).relative_to == "variance" for own in given):
+        dampings = [Damping.of(value) for value in (forward_damping, backward_damping) if value is not None]
+        if self._options.solver == "low-rank" and any(damping.relative_to == "variance" for damping in dampings):
             raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
         defaults = {
@@ -180,16 +180,16 @@ class BPRONG(Optimizer):
         self,
         automatic: bool,
         spectral: bool,
-        given: tuple[float | Damping | None, float | Damping | None],
+        dampings: tuple[float | Damping | None, float | Damping | None],
         max_step: float | Literal["auto"] | None,
     ) -> StepRule:
-        """The step rule; given: the damping of both sides, None where the default holds."""
-        usual = SPECTRAL_DAMPING if spectral else self._default_damping
+        """The step rule; dampings: those of both sides, None where the default holds."""
+        defaults = SPECTRAL_DAMPING if spectral else self._default_damping
         damping = {
-            name: Damping.of(default if own is None else own)
-            for (name, default), own in zip(usual.items(), given, strict=True)
+            name: Damping.of(default if value is None else value)
+            for (name, default), value in zip(defaults.items(), dampings, strict=True)
         }
-        all_usual = given == (None, None)
+        all_default = dampings == (None, None)
         if spectral and not automatic and max_step not in (None, "auto"):
             raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
         bound = MAX_STEP if self._whitens_backward and not (automatic or spectral) else None
@@ -201,15 +201,15 @@ class BPRONG(Optimizer):
         direction = SpectralDirection(options.fallback(1.0), options.power) if spectral else None
         if automatic:
             likelihood = self._loss.likelihood
-            fixed = spectral or not all_usual
+            fixed = spectral or not all_default
             return Automatic(
                 self._model, likelihood, options, damping, fixed, bound, self._head, direction, self._ranks,
                 self._loss.sums,
             )  # fmt: skip
         if direction is not None:
-            return Spectral(GivenDamping(damping, few=all_usual), direction)
-        usual_damping = GivenDamping(damping, few=all_usual and bound is not None)
-        return FixedRate(usual_damping, bound, options.fallback(0.1), MOST_FALLBACK)
+            return Spectral(GivenDamping(damping, few=all_default), direction)
+        bounded_damping = GivenDamping(damping, few=all_default and bound is not None)
+        return FixedRate(bounded_damping, bound, options.fallback(0.1), MOST_FALLBACK)
 
     def _whitening_of(self, every: int | Periods | None) -> Whitening:
         rule = self._rule
@@ -304,8 +304,8 @@ class BPRONG(Optimizer):
             self._started = start - sum(self._whitening.seconds.values())  # measured in the first backward pass
         whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
-            several = self._ranks.size > 1
-            measures = whitening.measures if several else whitening.due or whitening.unused or whitening.recorded
+            shared = self._ranks.size > 1
+            measures = whitening.measures if shared else whitening.due or whitening.unused or whitening.recorded
             if measures:
                 whitening.refresh(gradients.batches, self._rule.damping, _take)
                 start = time.perf_counter()
@@ -351,8 +351,8 @@ class BPRONG(Optimizer):
     def _with_batches_of_all(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches of this rank, and whether any rank has one."""
         if self._ranks.size == 1:
-            found = self._with_batches(gradients)
-            return replace(found, any_batch=bool(found.batches))
+            with_batches = self._with_batches(gradients)
+            return replace(with_batches, any_batch=bool(with_batches.batches))
         if self._rule.reads_every_batch and self._batches.scale.is_comparable is None and not self._sharded:
             # Whoever averages gradients by hand does so after the norms were noted, which then differ between ranks.
             sizes = self._ranks.table(1, lambda: [self._batches.scale.size()])
@@ -362,15 +362,15 @@ class BPRONG(Optimizer):
             gradients = replace(gradients, factor=self._batches.scale.factor(gradients.values, ranks))
         if not (self._whitening.measures or self._rule.communicates(gradients)):
             return replace(self._with_batches(gradients), any_batch=True)
-        found = gradients
+        with_batches = gradients
 
-        def own() -> list[float]:
-            nonlocal found
-            found = self._with_batches(gradients)
-            return [float(bool(found.batches))]
+        def count_batches() -> list[float]:
+            nonlocal with_batches
+            with_batches = self._with_batches(gradients)
+            return [float(bool(with_batches.batches))]
 
-        any_batch = self._ranks.sums(1, own)[0] > 0
-        return replace(found, any_batch=any_batch)
+        any_batch = self._ranks.sums(1, count_batches)[0] > 0
+        return replace(with_batches, any_batch=any_batch)
 
     def _with_batches(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches behind them, if these are needed for this step."""
@@ -382,9 +382,9 @@ class BPRONG(Optimizer):
         batches = [batch for batch in batches if batch.output is None or batch.output.numel()]  # without empty ones
         if (due or reads) and not self._loss_was_seen:
             self._check_loss(batches)
-        several = self._ranks.size > 1
+        shared = self._ranks.size > 1
         if due or self._loss.sums:  # a mean of nothing is not finite
-            batches = [batch for batch in batches if batch.counts] or ([] if several else batches)
+            batches = [batch for batch in batches if batch.counts] or ([] if shared else batches)
         return replace(gradients, batches=batches)
 
     def _check_loss(self, batches: Sequence[Batch]) -> None:
@@ -546,8 +546,8 @@ class BPRONG(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: torch's own state and ours, without batches."""
-        own = {key: value for key, value in self.__dict__.items() if key in _OWN}
-        return super().__getstate__() | own | {"_started": None}
+        state = {key: value for key, value in self.__dict__.items() if key in _OWN}
+        return super().__getstate__() | state | {"_started": None}
 
 
 _OWN = (

@@ -75,8 +75,8 @@ class GivenDamping:
     few: bool = False
 
     def of(self, side: Side) -> Damping:
-        given = self.by_side[side.name]
-        return side.damping_for_few(given) if self.few else given
+        damping = self.by_side[side.name]
+        return side.damping_for_few(damping) if self.few else damping
 
 
 class StepRule(ABC):

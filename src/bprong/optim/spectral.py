@@ -49,9 +49,9 @@ class SpectralDirection:
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         """Creates the states of the parameters."""
-        moved = _moved(gradients, layers)
-        weights = {layer.weight for layer in moved}
-        for p in {p for layer in moved for p in layer.parameters} & gradients.values.keys():
+        trained = _moved(gradients, layers)
+        weights = {layer.weight for layer in trained}
+        for p in {p for layer in trained for p in layer.parameters} & gradients.values.keys():
             _average(p, gradients.states)
         for p, g in gradients.values.items():
             if p not in weights:
@@ -59,12 +59,12 @@ class SpectralDirection:
 
     def steps(self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]) -> dict[Tensor, Tensor]:
         """The steps by parameter; rates: their learning rates. The averages in the parameters' states advance."""
-        moved = _moved(gradients, layers)
-        weights = {layer.weight for layer in moved}
-        averages = _averages([p for layer in moved for p in layer.parameters if p in gradients.values], gradients)
+        trained = _moved(gradients, layers)
+        weights = {layer.weight for layer in trained}
+        averages = _averages([p for layer in trained for p in layer.parameters if p in gradients.values], gradients)
         others = {p: g for p, g in gradients.values.items() if p not in weights}
         steps = self.fallback.directions(others, gradients.states, rates)
-        compute = partial(self._directions, layers, moved, rates)
+        compute = partial(self._directions, layers, trained, rates)
         # A bias has a step of its own, and moves by what centring asks for at the rate of its weight.
         for p, step in layers.by_parameter(averages, compute, {}).items():
             steps[p] = steps[p] + step if p in steps else step
@@ -168,15 +168,15 @@ def _average(parameter: Tensor, states: States) -> Tensor:
 
 def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
-    found: dict[Tensor, Tensor] = {}
+    corrected_averages: dict[Tensor, Tensor] = {}
     kinds: dict[float, list[Tensor]] = {}
     for p in parameters:
         kinds.setdefault(gradients.groups[p]["momentum"], []).append(p)
-    for momentum, own in kinds.items():
-        values = [gradients.values[p] for p in own]
-        averages = [_average(p, gradients.states) for p in own]
-        torch._foreach_lerp_(averages, [g.to(p.dtype) for p, g in zip(own, values, strict=True)], 1 - momentum)
-        alike = [average.to(g.dtype) for average, g in zip(averages, values, strict=True)]
-        corrected = torch._foreach_lerp(values, alike, momentum)
-        found |= dict(zip(own, corrected, strict=True))
-    return found
+    for momentum, members in kinds.items():
+        values = [gradients.values[p] for p in members]
+        averages = [_average(p, gradients.states) for p in members]
+        torch._foreach_lerp_(averages, [g.to(p.dtype) for p, g in zip(members, values, strict=True)], 1 - momentum)
+        converted = [average.to(g.dtype) for average, g in zip(averages, values, strict=True)]
+        corrected = torch._foreach_lerp(values, converted, momentum)
+        corrected_averages |= dict(zip(members, corrected, strict=True))
+    return corrected_averages

@@ -74,10 +74,10 @@ class Layer:
 
         What was measured is released, because factoring takes memory too.
         """
-        found = ((self.forward, measured.z), (self.backward, measured.delta))
+        measured_sides = ((self.forward, measured.z), (self.backward, measured.delta))
         measured.z = None
         measured.delta = None
-        for side, moments in found:
+        for side, moments in measured_sides:
             if moments is not None and side in self.sides:
                 yield side, side.update(moments, keep)
 

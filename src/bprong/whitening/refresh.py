@@ -80,12 +80,12 @@ def refresh(
     }
     if schedule.settings.refresh == "drift":
         pending = drifted(layers, schedule, pending, ranks)
-    together: Mapping[Side, Factor | WhiteningError] = (
+    factors: Mapping[Side, Factor | WhiteningError] = (
         layers.factors_of_equals(pending) if ranks.size == 1 else shared_factors(layers, pending, ranks)
     )
     failed: set[Layer] = set()
     for side, (layer, moments, epsilon) in pending.items():
-        factor = together.get(side)
+        factor = factors.get(side)
         try:
             if isinstance(factor, WhiteningError):
                 raise factor
@@ -144,15 +144,15 @@ class Whitening:
 
     def cover(self, layers: Mapping[str, Layer]) -> None:
         """Adds layers that the model did not have before, and replaces those whose weight is another one now."""
-        found = {}
+        covered = {}
         for name, layer in layers.items():
-            known = self.layers.pop(name, None)
-            if known is not None and known.weight is layer.weight:
-                found[name] = known
+            present = self.layers.pop(name, None)
+            if present is not None and present.weight is layer.weight:
+                covered[name] = present
             elif not self.given.isdisjoint(layer.parameters) and self.reasons.keys().isdisjoint(layer.parameters):
-                found[name] = layer
+                covered[name] = layer
         self.layers.clear()
-        self.layers.update(found)  # in the order of the model
+        self.layers.update(covered)  # in the order of the model
         self.layers.changed()
         self.covered = self.layers.parameters
         self._shard()
@@ -180,9 +180,11 @@ class Whitening:
         centred = self._centred()
         new = {name for name in centred if self.layers[name].forward.moments is None}
         with self._timed("statistics"):
-            own = partial(self._measured, batches, centred)
+            measure_batches = partial(self._measured, batches, centred)
             with whole(self._model) as self._whole:
-                measured = measured_by_all(self.ranks, self.layers, self.schedule, centred, own, self._gradients)
+                measured = measured_by_all(
+                    self.ranks, self.layers, self.schedule, centred, measure_batches, self._gradients
+                )
             measured = self._checked(measured, new)
             if not measured:
                 return
@@ -191,8 +193,8 @@ class Whitening:
             refresh(self.layers, updated, self.schedule, damping, take, new & self.unused, self.ranks)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
-            seen = [layer for side, (layer, _) in updated.items() if side.of_inputs]
-            self.schedule.every = period_for(seen, overhead)
+            measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
+            self.schedule.every = period_for(measured_layers, overhead)
 
     def _shard(self) -> None:
         """Assigns layers to ranks, each once, and leaves what this rank does not own to the others."""
@@ -246,18 +248,18 @@ class Whitening:
         A batch that could not be measured in the user's own pass is run through the model again. So are all batches
         for a layer that none of their calls reached, although it has a gradient.
         """
-        found = list(self.recorded)
+        by_batch = list(self.recorded)
         measured = [batch.measured for batch in batches if batch.measured is not None]
-        seen = {name for own in measured for name, layer in own.items() if layer.called or layer.empty}
-        missing = with_gradient(self.layers[name].linear for name in centred if name not in seen)
-        for i, batch in enumerate(() if found else batches):
-            own = dict(batch.measured or {})
+        called = {name for moments in measured for name, layer in moments.items() if layer.called or layer.empty}
+        missing = with_gradient(self.layers[name].linear for name in centred if name not in called)
+        for i, batch in enumerate(() if by_batch else batches):
+            moments = dict(batch.measured or {})
             names = centred if batch.measured is None and self.due else missing
             if batch.x is not None and names:
-                own |= self._run_again(i, batch, {name: centred[name] for name in names})
-            found.append(own)
-        parts = {name: [batch[name] for batch in found if name in batch] for name in centred}
-        return {name: merged(own) for name, own in parts.items() if own}
+                moments |= self._run_again(i, batch, {name: centred[name] for name in names})
+            by_batch.append(moments)
+        parts = {name: [batch[name] for batch in by_batch if name in batch] for name in centred}
+        return {name: merged(moments) for name, moments in parts.items() if moments}
 
     def _run_again(self, index: int, batch: Batch, centred: Centred) -> dict[str, LayerMoments]:
         dtype = next(iter(self.layers.values())).weight.dtype

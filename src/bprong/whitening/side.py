@@ -126,8 +126,8 @@ class Side:
 
     def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
         """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
-        found = self._low_rank(moments, damping, like) if self._tries_low_rank(damping) else None
-        return exact_factor(moments, damping, self.blocks, like) if found is None else found
+        factor = self._low_rank(moments, damping, like) if self._tries_low_rank(damping) else None
+        return exact_factor(moments, damping, self.blocks, like) if factor is None else factor
 
     def _tries_low_rank(self, damping: Damping) -> bool:
         """Low rank is for one block that is damped alike in all directions, and wide unless the user asked for it."""
@@ -138,11 +138,11 @@ class Side:
 
     def _low_rank(self, moments: Moments, damping: Damping, like: Tensor) -> Factor | None:
         epsilon = float(damping.amounts(moments.variances)[0])
-        most = int(LOW_RANK_SHARE * self.blocks.size) if self.solver == "auto" else self.blocks.size - 1
+        largest_rank = int(LOW_RANK_SHARE * self.blocks.size) if self.solver == "auto" else self.blocks.size - 1
         start = self.factor.B if isinstance(self.factor, LowRank) else None
-        found = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, most, start)
-        self.backoff.record(found is not None)
-        return found
+        factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, largest_rank, start)
+        self.backoff.record(factor is not None)
+        return factor
 
     def numbers(self) -> dict[str, float | None]:
         """The numbers that later refreshes depend on, apart from those of the moments and of the factor."""

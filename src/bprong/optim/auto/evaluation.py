@@ -82,9 +82,9 @@ def evaluate(
         x = copied(batch.x, subset, next(model.parameters()).dtype)
         reason = None
         try:
-            found = linearized(model, x, directions, seed + i, forward_mode, batch.class_dim, head)
-            if not subset.everything and not _fits(batch, found.output, subset):
-                reason = f"{subset.count} of {subset.whole} examples give the shape {tuple(found.output.shape)}"
+            network = linearized(model, x, directions, seed + i, forward_mode, batch.class_dim, head)
+            if not subset.everything and not _fits(batch, network.output, subset):
+                reason = f"{subset.count} of {subset.whole} examples give the shape {tuple(network.output.shape)}"
         except Exception as error:  # a model may raise anything; it was tried without forward-mode AD too
             if subset.everything:
                 raise
@@ -98,7 +98,7 @@ def evaluate(
                 undivided=reason,
             )  # fmt: skip
         run = partial(output_of, model, x, seed + i, batch.class_dim, head)
-        parts.append(_part(model, x, seed + i, found, batch, subset, likelihood, run))
+        parts.append(_part(model, x, seed + i, network, batch, subset, likelihood, run))
     total = sum(examples(batch.x) for batch in batches)
     return replace(_merged(parts), part=sum(counts) / total, examples=total)
 
@@ -192,23 +192,33 @@ def over_ranks(ranks: Ranks, directions: int, own: Callable[[], Evaluation | Non
         assert alone is not None
         return alone
     k = directions
-    found: Evaluation | None = None
+    evaluation: Evaluation | None = None
 
     def numbers() -> list[float]:
-        nonlocal found
-        found = own()
-        if found is None:
+        nonlocal evaluation
+        evaluation = own()
+        if evaluation is None:
             return [0.0] * (k * k + k + 8)
-        w = found.weight
-        flags = [found.loss is None, found.refused is not None, found.undivided is not None]
-        counts = [found.part * found.examples, found.examples, found.targets]
-        return [w, w * (found.loss or 0.0), *map(float, flags), *counts, *(w * found.slopes), *(w * found.Q).flatten()]
+        w = evaluation.weight
+        flags = [evaluation.loss is None, evaluation.refused is not None, evaluation.undivided is not None]
+        counts = [evaluation.part * evaluation.examples, evaluation.examples, evaluation.targets]
+        return [
+            w,
+            w * (evaluation.loss or 0.0),
+            *map(float, flags),
+            *counts,
+            *(w * evaluation.slopes),
+            *(w * evaluation.Q).flatten(),
+        ]
 
     weight, loss, unknown, refused, undivided, evaluated, examples, targets, *rest = ranks.sums(k * k + k + 8, numbers)
     rest = [x / weight for x in rest]
 
+    def own_loss() -> list[float]:
+        return [0.0 if evaluation is None else evaluation.weight * evaluation.loss_now()]
+
     def loss_now() -> float:
-        return ranks.sums(1, lambda: [0.0 if found is None else found.weight * found.loss_now()])[0] / weight
+        return ranks.sums(1, own_loss)[0] / weight
 
     other = "on another rank"
     return Evaluation(
@@ -218,8 +228,8 @@ def over_ranks(ranks: Ranks, directions: int, own: Callable[[], Evaluation | Non
         targets=int(targets),
         part=evaluated / examples,
         loss_now=loss_now,
-        refused=(found and found.refused) or other if refused else None,
-        undivided=(found and found.undivided) or other if undivided else None,
+        refused=(evaluation and evaluation.refused) or other if refused else None,
+        undivided=(evaluation and evaluation.undivided) or other if undivided else None,
     )
 
 
@@ -234,12 +244,12 @@ def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everythin
     enough = total
     if not everything:
         targets = sum(_targets_of(batch, likelihood) for batch in batches)
-        least = math.ceil(SETTINGS.evaluated_least / ranks * total / max(1, targets))
-        enough = min(total, max(int(SETTINGS.evaluated_part * total), least, 2))
-    left = [enough - before for before in accumulate(lengths, initial=0)]
+        fewest = math.ceil(SETTINGS.evaluated_least / ranks * total / max(1, targets))
+        enough = min(total, max(int(SETTINGS.evaluated_part * total), fewest, 2))
+    remaining = [enough - before for before in accumulate(lengths, initial=0)]
     return [
         batch.subset(min(n, length)).count if n > 1 or n == length == 1 else 0
-        for batch, n, length in zip(batches, left, lengths, strict=False)
+        for batch, n, length in zip(batches, remaining, lengths, strict=False)
     ]
 
 

@@ -129,8 +129,9 @@ class AutoRule(AutoState):
         self.slope = slopes["whitened"]
         b = np.array(list(slopes.values()))
         b[0] *= self.trust
-        most = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
-        c = self._allowed(minimiser(Q + penalty + self.lam * G, b, [most.get(name, math.inf) for name in slopes]), Q)
+        limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
+        upper_bounds = [limits.get(name, math.inf) for name in slopes]
+        c = self._allowed(minimiser(Q + penalty + self.lam * G, b, upper_bounds), Q)
         if t >= self.evaluate_until:
             c = self._averaged(list(slopes), c)
         self.coefficients = dict(zip(slopes, c.tolist(), strict=True))
@@ -178,10 +179,10 @@ class AutoRule(AutoState):
     def _bound(self) -> float:
         """The bound on ½dᵀFd."""
         loss = self._bounding_loss()
-        own = self.settings.bound_nats
+        bound = self.settings.bound_nats
         if math.isfinite(loss):
-            own = max(self.settings.bound_share * loss, min(own, self.settings.bound_late * loss))
-        return min(own, self.most)
+            bound = max(self.settings.bound_share * loss, min(bound, self.settings.bound_late * loss))
+        return min(bound, self.most)
 
     def _bounding_loss(self) -> float:
         """The averaged loss; infinite if it is unknown, or if its least value is."""

@@ -126,12 +126,12 @@ class Automatic(StepRule):
         relative = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in groups.items()}
         directions = self._directions(replace(gradients, values=values), layers, relative)
         slopes = {name: dot(values, d) for name, d in directions.items() if evaluates or name == "whitened"}
-        found = self._evaluate(list(directions.values()), gradients) if evaluates else None
-        metric = None if found is None else metrics(directions, groups)
-        if found is not None and rule.period is None:
+        evaluation = self._evaluate(list(directions.values()), gradients) if evaluates else None
+        metric = None if evaluation is None else metrics(directions, groups)
+        if evaluation is not None and rule.period is None:
             count = len(directions.keys() | {"last"})
-            rule.period = evaluation_period(layers.values(), count, found.part, rule.settings.evaluate_share)
-        c = rule.choose(gradients.t, slopes, found, metric, lr)
+            rule.period = evaluation_period(layers.values(), count, evaluation.part, rule.settings.evaluate_share)
+        c = rule.choose(gradients.t, slopes, evaluation, metric, lr)
         _update_(directions, c, groups, gradients.states)
         self.moved = list(groups)
         if self._ranks.size > 1:
@@ -139,12 +139,12 @@ class Automatic(StepRule):
         for layer in layers.values() if gradients.noted else ():
             if LAST in gradients.states.get(layer.weight, {}):
                 layer.step_norm = norm(gradients.states[layer.weight][LAST], layer.linear.own)
-        self.pending = {} if found is None else directions["whitened"]
-        if found is None or found.loss is None:
+        self.pending = {} if evaluation is None else directions["whitened"]
+        if evaluation is None or evaluation.loss is None:
             return
         with whole(self._model):
-            loss_now = found.loss_now()
-        if not rule.update_damping(found, c, loss_now - found.loss):
+            loss_now = evaluation.loss_now()
+        if not rule.update_damping(evaluation, c, loss_now - evaluation.loss):
             self.undo_(gradients)
 
     def _warn_of_unused(self, gradients: Gradients) -> None:
@@ -180,12 +180,12 @@ class Automatic(StepRule):
         """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
         if self._ranks.size > 1 and not self.communicates(gradients):
             return False
-        total, scale, batches, known, called = self._ranks.sums(5, lambda: _totals(gradients.batches))
-        if not scale or known < batches:
+        total, scale, batches, with_targets, with_calls = self._ranks.sums(5, lambda: _totals(gradients.batches))
+        if not scale or with_targets < batches:
             return False
         scale /= self._ranks.size  # processes average their gradients
         self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
-        if called < known:
+        if with_calls < with_targets:
             return False
         loss = total / (scale * self._ranks.size)
         if not self.rule.blew_up(loss):
@@ -233,25 +233,29 @@ class Automatic(StepRule):
         others = {p: g for p, g in values.items() if p not in whitened}
         adam = self._fallback.directions(others, states, relative)
         last = {p: states[p][LAST] for p in values if LAST in states[p] and self.moved}
-        found: dict[str, Direction] = {"whitened": whitened, "adam": adam, "last": last}
-        return {name: direction for name, direction in found.items() if direction or name == "whitened"}
+        by_kind: dict[str, Direction] = {"whitened": whitened, "adam": adam, "last": last}
+        return {name: direction for name, direction in by_kind.items() if direction or name == "whitened"}
 
     def _evaluate(self, directions: list[Direction], gradients: Gradients) -> Evaluation:
         with whole(self._model) as parameters:
-            own = [self._of(parameters, direction) for direction in directions]
-            found = over_ranks(self._ranks, len(own), lambda: self._evaluate_own(own, gradients))
-        if found.undivided is not None:
+            in_parameters = [self._of(parameters, direction) for direction in directions]
+            evaluation = over_ranks(
+                self._ranks, len(in_parameters), lambda: self._evaluate_own(in_parameters, gradients)
+            )
+        if evaluation.undivided is not None:
             self.rule.everything = True
-            self._warn(f"the model cannot be run on a subset of a batch, so all of it is evaluated: {found.undivided}")
-        if found.refused is not None and self.rule.forward_mode:
+            self._warn(
+                f"the model cannot be run on a subset of a batch, so all of it is evaluated: {evaluation.undivided}"
+            )
+        if evaluation.refused is not None and self.rule.forward_mode:
             self.rule.forward_mode = False
-            self._warn(f"forward-mode AD is unavailable for this model; using finite differences: {found.refused}")
-        if found.loss is None and any(batch.targets is None for batch in gradients.batches):
+            self._warn(f"forward-mode AD is unavailable for this model; using finite differences: {evaluation.refused}")
+        if evaluation.loss is None and any(batch.targets is None for batch in gradients.batches):
             self._warn(
                 "the targets are not known, so damping will not adapt. Declare the loss module that you call, or call "
                 "optimizer.observe(x, y) before step()"
             )
-        return found
+        return evaluation
 
     def _of(self, parameters: Mapping[Tensor, Tensor], direction: Direction) -> Direction:
         """The direction in the whole parameters of a sharded model; without any, as it is."""
@@ -269,11 +273,11 @@ class Automatic(StepRule):
             undivided = why_undivided(self._model, gradients.batches, self._likelihood, self._head, ranks)
             self._is_divisible = undivided is None
         everything = self.rule.everything or undivided is not None
-        found = evaluate(
+        evaluation = evaluate(
             self._model, gradients.batches, directions, self._likelihood, self._seed(gradients, -1),
             everything=everything, forward_mode=self.rule.forward_mode, head=self._head, ranks=ranks,
         )  # fmt: skip
-        return replace(found, undivided=undivided or found.undivided)
+        return replace(evaluation, undivided=undivided or evaluation.undivided)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -286,9 +290,9 @@ class Automatic(StepRule):
         numbers = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
         for name in ("coefficients", "curvature"):
             numbers[name] = {part: numbers[name].get(part) for part in ("whitened", "adam", "last")}
-        moved = set(self.moved)
+        parameters_moved = set(self.moved)
         pending = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
-        return numbers | {"moved": [p in moved for p in parameters], "pending": pending}
+        return numbers | {"moved": [p in parameters_moved for p in parameters], "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
         numbers = {name: value for name, value in state.items() if name not in ("moved", "pending")}
@@ -303,9 +307,10 @@ class Automatic(StepRule):
 def _totals(batches: Sequence[Batch]) -> list[float]:
     """Of the batches of a rank: the user's loss, what multiple of the mean −log p of a target it is, how many batches
     there are, of how many the targets are known, and of how many the call of the loss was seen."""
-    known = [batch.targets for batch in batches if batch.targets is not None]
-    totals = [targets.total for targets in known if targets.total is not None]
-    return [sum(totals), sum(targets.multiple for targets in known), len(batches), len(known), len(totals)]
+    targets_of_batches = [batch.targets for batch in batches if batch.targets is not None]
+    totals = [targets.total for targets in targets_of_batches if targets.total is not None]
+    scale = sum(targets.multiple for targets in targets_of_batches)
+    return [sum(totals), scale, len(batches), len(targets_of_batches), len(totals)]
 
 
 def _penalised(parameter: Tensor, gradient: Tensor, group: Group, scale: float) -> Tensor:
