@@ -109,5 +109,5 @@ def test_skorchs_own_network_fails_with_a_message_that_names_the_example() -> No
 
 def test_probabilities_instead_of_logits_are_noticed() -> None:
     """skorch's default criterion, NLLLoss, takes the logarithm of what the module returns."""
-    with pytest.warns(bprong.WhiteningWarning, match="CrossEntropyLoss"):
+    with pytest.raises(RuntimeError, match="nn.NLLLoss, was not called with the output of the model"):
         NeuralNetClassifier(Perceptron, criterion=nn.NLLLoss, **SETTINGS).fit(np.abs(X), Y)

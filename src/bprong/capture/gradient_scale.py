@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bprong.distributed import Ranks
-from bprong.sharding import local
+from bprong.sharding import is_sliced, local
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
 
@@ -22,6 +22,12 @@ def _norms(gradients: list[Tensor]) -> Tensor:
         return torch.stack([norm.to(gradients[0].device, torch.float64) for norm in norms])
     stacked = torch.stack(norms)
     return stacked if stacked.dtype.itemsize >= torch.float32.itemsize else stacked.float()
+
+
+def _slices(gradients: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """The gradients as this process has them: whole, or slices of them."""
+    values = list(gradients.values())
+    return [local(g) for g in values] if is_sliced(values[0]) else values
 
 
 class GradientScale:
@@ -59,8 +65,7 @@ class GradientScale:
         gradients = {p: p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse}
         self._norms = {}
         if gradients:
-            slices = [local(g) for g in gradients.values()] if Ranks().size > 1 else list(gradients.values())
-            self._norms = dict(zip(gradients, _norms(slices), strict=True))
+            self._norms = dict(zip(gradients, _norms(_slices(gradients)), strict=True))
 
     def size(self) -> float:
         """The sum of the norms that were noted."""
@@ -77,7 +82,7 @@ class GradientScale:
         """The sum of the norms of the gradients, and `factor`, in one synchronisation with their device."""
         if not gradients:
             return 0.0, 1.0
-        values = list(gradients.values()) if ranks is None else [local(g) for g in gradients.values()]
+        values = _slices(gradients)
         now = _norms(values)
         places = [i for i, p in enumerate(gradients) if p in self._norms]
         before = [self._norms[p] for p in gradients if p in self._norms]

@@ -127,6 +127,7 @@ class Batches:
         self.last_loss: LossCall | None = None
         self._leaves = leaves(model) if is_sharded(model) else []
         self._loss_is_inside = True  # until a call shows otherwise
+        self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
         self._changes_input: bool | None = None  # whether the model writes to what it is called with; None: not known
         self.listener = Listener(self)
         self._watch = Watch(partial(_note, weakref.ref(self)))
@@ -200,13 +201,17 @@ class Batches:
         if call.targets is not None or call.x is None or not self._loss_is_inside:
             return call
         model = getattr(self.model, "_orig_mod", self.model)
-        with recorded_run(model, [], call.x, seed=0, errors=False, head=self.head) as (parts, calls):
+        with recorded_run(model, [], call.x, seed=0, errors=True, head=self.head) as (parts, calls):
             losses = self.head.inputs(calls.losses)
-        self._loss_is_inside = bool(losses)
+            values = [t for t in tree_leaves(calls.returned) if isinstance(t, Tensor) and t.ndim == 0]
+            self._loss_is_inside = bool(losses) and any(value.requires_grad for value in values)
+            if not self._loss_is_inside:
+                return call
+            gradients = torch.autograd.grad(values[0], parts, allow_unused=True, materialize_grads=True)
         for loss in losses:
-            loss.gradient = torch.ones_like(loss.value)
-            loss.is_whole = len(losses) == 1
-        return self._with_targets(call, parts, losses, lambda: None) if losses else call
+            _, loss.gradient = loss.arrived
+        arrived = [loss for loss in losses if loss.gradient is not None]
+        return self._with_targets(call, [part.detach() for part in parts], arrived, lambda: gradients)
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -217,9 +222,11 @@ class Batches:
             return None
         self._watch.start()
         begun = Pass(None, None, [], ExitStack())
-        if weights or self.keeps:
+        if weights:
+            self._is_opaque = bool(self._leaves) or any(map(_is_compiled, self.model.modules()))
+        if weights or self.keeps or self._is_opaque:
             self._keep(begun, args, kwargs)
-        if weights and (self._leaves or any(map(_is_compiled, self.model.modules()))):
+        if self._is_opaque:
             # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
             # gradients, and gather parameters as often as this rank's batch asks for.
             begun.calls = Calls(weights, formulas=False)
@@ -279,7 +286,7 @@ class Batches:
             begun.retained = [*calls.retained, *(weakref.ref(t) for t in leaves if isinstance(t, Tensor))]
             self._loss_is_inside = calls.opaque or bool(begun.losses)
             calls.drop_without_graph()
-        if not (self.keeps or (calls is not None and self._needs_own_pass(calls))):
+        if not self.keeps and (calls is None or not self._needs_own_pass(calls)):
             begun.arguments = None
             begun.originals = None
         for i, part in [*enumerate(parts), *((None, leaf) for leaf in triggers)]:
@@ -295,14 +302,22 @@ class Batches:
         """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
         called = {call.weight for call in calls}
         missing = any(weight not in called and weight.name not in calls.empty for weight in calls.recorded)
-        return missing or (bool(calls.recorded) and (calls.opaque or _anything_is_compiled()))
+        if calls.opaque and (self.reads or calls.recorded):
+            return True  # the loss may be inside
+        return missing or (bool(calls.recorded) and _anything_is_compiled())
 
     def _take_losses(self, begun: Pass, parts: Sequence[Tensor], leaves: Sequence[Any]) -> None:
-        """Keeps those of the calls of loss functions inside of the model that were given what it returns."""
-        begun.losses = [call for call in begun.losses if any(call.input is tensor for tensor in (*parts, *leaves))]
+        """Of the calls of loss functions inside of the model, keeps those of its output, or of what that is made of."""
+        nodes = {part.grad_fn for part in parts}
+        sources = leaves if callable(self.head.key) else ()
+        losses = []
         for call in begun.losses:
-            call.is_whole = len(parts) == 1 and call.input is parts[0]
-            call.input = call.input.detach()
+            is_source = any(call.input is leaf for leaf in sources)
+            if is_source or nodes_behind(call.input, nodes.__contains__, TO_THE_LOSS):
+                call.is_whole = len(parts) == 1 and _place(call.input) == _place(parts[0])
+                call.input = call.input.detach()
+                losses.append(call)
+        begun.losses = losses
 
     def note_loss(self, call: LossCall) -> None:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
