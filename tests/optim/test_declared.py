@@ -531,11 +531,11 @@ WRONG = {
         "cross_entropy", F.nll_loss, LABELS, (nn.LogSoftmax(-1),), "F.nll_loss",
     ),
     "probabilities under bits": (
-        "bce_with_logits", F.binary_cross_entropy, BITS, (nn.Sigmoid(),), "of no loss function of torch",
+        "bce_with_logits", F.binary_cross_entropy, BITS, (nn.Sigmoid(),), "no call of it was seen",
     ),
     "a temperature": ("cross_entropy", lambda f, y: F.cross_entropy(f / 2, y), LABELS, (), "F.cross_entropy"),
     "a softmax": ("mse", lambda f, y: F.mse_loss(f.softmax(-1), y), BITS, (), "F.mse_loss"),
-    "by hand": ("cross_entropy", cross_entropy_by_hand, LABELS, (), "of no loss function of torch"),
+    "by hand": ("cross_entropy", cross_entropy_by_hand, LABELS, (), "no call of it was seen"),
 }  # fmt: skip
 DECLARED_MODULES = {"cross_entropy": nn.CrossEntropyLoss, "bce_with_logits": nn.BCEWithLogitsLoss, "mse": nn.MSELoss}
 
@@ -548,7 +548,7 @@ def test_a_loss_that_was_declared_and_not_called_is_an_error_without_a_learning_
     model = network(*end)
     before = snapshot(model)
     declared = declared if form == "name" else DECLARED_MODULES[declared]()
-    with pytest.raises(RuntimeError, match=f"was not called with the output of the model; .*{called}.*observe"):
+    with pytest.raises(RuntimeError, match=f"was not called with the output of the model: .*{called}.*observe"):
         Run(model, declared, loss, y, "auto")
     assert all(torch.equal(before[key], tensor) for key, tensor in snapshot(model).items())
 

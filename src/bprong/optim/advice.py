@@ -50,7 +50,7 @@ def not_called(model: nn.Module) -> str:
 
 def not_seen(loss: str, functions: Collection[str]) -> str:
     """Return what is said if the declared loss was not called; functions: the loss functions that were."""
-    calls = "no loss function of torch was called with it"
+    calls = "no call of it was seen"
     if functions:
         calls = f"{', '.join(sorted(functions))} was called, with something else or as another loss"
     return (
