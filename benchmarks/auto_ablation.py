@@ -90,8 +90,15 @@ def averaged_over_all(self: AutoRule, names: list[str], c: Any) -> Any:
     return c
 
 
+def unbraked(self: AutoRule, t: int) -> None:
+    brake = self.brake
+    UNDONE(self, t)
+    self.brake = brake
+
+
 DIRECTIONS = Automatic._directions
 UPDATE_DAMPING = AutoRule.update_damping
+UNDONE = AutoRule.undone
 OPTIMIZER_FOR = training.optimizer_for
 
 Change = dict[str, Any] | tuple[Any, str, Any]  # constants and initial values, or what patch.object takes
@@ -116,6 +123,7 @@ VARIANTS: dict[str, list[Change]] = {
     "no averages of α, β, μ": [(AutoRule, "_averaged", averaged_over_all)],
     "α not clamped": [(AutoRule, "_averaged", plain_average)],
     "no undo": [{"blow_up": 1e300}, (AutoRule, "update_damping", never_undone)],
+    "no brake after an undo": [(AutoRule, "undone", unbraked)],
     "first steps not all evaluated": [(AutoRule, "evaluates", lambda self, t: t % self.settings.evaluate_every == 0)],
 }
 

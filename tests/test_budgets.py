@@ -12,7 +12,7 @@ from pathlib import Path
 import bprong
 
 ROOT = Path(bprong.__file__).parent
-NODES = 49_600
+NODES = 50_000
 NODES_A_STATEMENT = 7.8
 LARGEST_CLASS = 305  # statements
 EMPTY_NAMES = 0.01  # of all assignments

@@ -141,9 +141,9 @@ def hard(shape=(B, C), f=None, function=F.cross_entropy, ignored=False, loss=pla
     labels = y.flatten()
     counted = (labels != index).double()
     w = options.get("weight", torch.ones(C, dtype=torch.float64))
-    w_y = w[labels.clamp(min=0)] * counted
+    w_y = w[labels.clamp(0, C - 1)] * counted
     epsilon = options.get("label_smoothing", 0.0)
-    one_hot = F.one_hot(labels.clamp(min=0), C) * w_y[:, None]
+    one_hot = F.one_hot(labels.clamp(0, C - 1), C) * w_y[:, None]
     part = (1 - epsilon) * one_hot + epsilon / C * w * counted[:, None]
     part = part / (1 if options.get("reduction") == "sum" else w_y.sum())
     kappa = part.sum(dim=-1, keepdim=True)
@@ -223,6 +223,11 @@ CLASSES = {
     "certain, ignored": hard(f=CERTAIN, ignored=True),
     "none, then mean": hard(loss=averaged, reduction="none"),
     "none, then sum / B": hard(loss=divided, reduction="none"),
+    "none, ignored, weights": replace(
+        hard(ignored=True, weight=WEIGHT, reduction="sum", ignore_index=255),
+        options={"weight": WEIGHT, "reduction": "none", "ignore_index": 255},
+        loss=lambda function, f, y: function(f, y).sum(),
+    ),
     "nll": hard(function=F.nll_loss),
     "nll, sum": hard(function=F.nll_loss, reduction="sum"),
     "nll, weights": hard(function=F.nll_loss, weight=WEIGHT),
@@ -369,12 +374,29 @@ def test_any_options_together(seed, options, shape, ignored):
     assert_is(seen(row.of, row.f, row.declared), row, torch.float64)
 
 
+@pytest.mark.parametrize("shape", [(B, C), (B, 1), (C,)])
+def test_weights_of_elements_are_those_of_the_examples_that_are_selected(shape):
+    weight = 2.0 ** numbers(*shape, seed=4).round()
+    f = numbers(B, C)
+    y = (numbers(B, C, seed=1) > 0).double()
+    found = seen(lambda f: BCE(f, y, weight=weight), f, declared_loss("bce_with_logits"))
+    chosen = torch.arange(0, B, 3)
+    part = found.select(lambda rows: rows[chosen])
+    whole = weight.expand(B, C)[chosen]
+    expected = BCE(f[chosen], y[chosen], weight=whole, reduction="sum") / whole.sum() * C
+    assert part.mean(f[chosen]) == pytest.approx(float(expected))
+
+
 # What the loss is given -----------------------------------------------------------------------------------------------
 
 LM = hard((B, T, C), loss=flattened)
 GIVEN = {
     "a slice": lambda f, y: F.cross_entropy(f[:, -1], y[:, -1]),
     "shifted": lambda f, y: F.cross_entropy(f[:, :-1].reshape(-1, C), y[:, 1:].flatten()),
+    "shifted, with padding": lambda f, y: F.cross_entropy(
+        f[:, :-1].reshape(-1, C), y[:, 1:].masked_fill(y[:, 1:] == 2, -100).flatten()
+    ),
+    "a further term of the same function": lambda f, y: F.cross_entropy(f.mT, y) + 0 * F.cross_entropy(2 * f.mT, y),
     "a mask": lambda f, y: F.cross_entropy(f[y > 1], y[y > 1]),
     "two slices": lambda f, y: F.cross_entropy(f[:5].mT, y[:5]) + F.cross_entropy(f[5:].mT, y[5:]),
     "transposed": lambda f, y: F.cross_entropy(f.transpose(1, 2), y),
@@ -418,6 +440,36 @@ def test_a_loss_of_something_other_than_the_output_shows_no_targets(change):
     f = numbers(B, C)
     loss = lambda f: F.cross_entropy(change(f), LABELS[: len(change(f))])  # noqa: E731
     assert seen(loss, f, declared_loss("cross_entropy")) is None
+
+
+def test_two_calls_with_complementary_masks_count_the_union_of_their_targets():
+    f = numbers(B, C)
+    first, second = (LABELS.masked_fill(torch.arange(B) % 3 == rest, -100) for rest in (0, 1))
+    found = seen(lambda f: F.cross_entropy(f, first) + F.cross_entropy(f, second), f, declared_loss("cross_entropy"))
+    assert found.counted is None
+    assert found.multiple * found.mean(f) == pytest.approx(
+        float(F.cross_entropy(f, first) + F.cross_entropy(f, second))
+    )
+
+
+def test_an_ascent_is_no_loss():
+    loss = lambda f: -0.1 * F.cross_entropy(f, LABELS)  # noqa: E731
+    assert seen(loss, numbers(B, C), declared_loss("cross_entropy")) is None
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_output():
+    """Nothing keeps the output itself, so that its memory may be that of the second operation's result."""
+    declared = declared_loss("cross_entropy")
+    for size in (64, 4096):
+        f = numbers(size, C)
+        y = torch.arange(size) % C
+        assert seen(lambda f, y=y: F.cross_entropy((f - 0.5) * 0.1, y), f, declared) is None
+
+
+def test_squared_errors_may_be_given_in_either_order():
+    f, y = numbers(B, C), numbers(B, C, seed=1)
+    found = seen(lambda f: F.mse_loss(y, f), f, declared_loss("mse"))
+    assert_close(found.y, y, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["smoothing", "ignored", "weights, sum", "bits, (B, m)", "numbers, (B, T, m)"])

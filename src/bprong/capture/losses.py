@@ -7,6 +7,7 @@ however the user writes it: as a module, as a function under any name, or inside
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,24 +42,29 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _stand_in(end: Callable[..., Tensor], function: str, options: tuple[str, ...]) -> Callable[..., Tensor]:
-    def seen(input: Tensor, target: Tensor, *args: Any) -> Tensor:
-        value = end(input, target, *args)
+    def seen(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        value = end(input, target, *args, **kwargs)
         if torch.compiler.is_compiling() or not _WATCHERS:
             return value
-        named = {name: option for name, option in zip(options, args, strict=False) if option is not None}
-        named["reduction"] = REDUCTIONS[named["reduction"]]
+        named = dict(zip(options, args, strict=False)) | kwargs
+        named = {name: option for name, option in named.items() if option is not None}
+        named["reduction"] = REDUCTIONS[named.get("reduction", 1)]
+        if function == "mse_loss" and target.requires_grad and not input.requires_grad:  # it is symmetric
+            input, target = target, input
         for watcher in list(_WATCHERS.values()):
             call = LossCall(function, input, target.detach(), named, value.detach())
-            if value.grad_fn is not None:
-                value.register_hook(partial(_arrive, call))  # type: ignore[no-untyped-call]
+            if value.grad_fn is not None:  # whoever keeps the value must not keep the logits
+                value.register_hook(partial(_arrive, weakref.ref(call)))  # type: ignore[no-untyped-call]
             watcher(call)
         return value
 
     return seen
 
 
-def _arrive(call: LossCall, gradient: Tensor) -> None:
-    call.arrive(torch._C._current_graph_task_id(), gradient)
+def _arrive(call: weakref.ref[LossCall], gradient: Tensor) -> None:
+    known = call()
+    if known is not None:
+        known.arrive(torch._C._current_graph_task_id(), gradient)
 
 
 _STAND_INS = Replacements(_stand_ins)

@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from bprong.capture.batches import Batch, examples
@@ -193,12 +194,17 @@ class Batches:
         if batch.output is not None:
             likelihood = self.loss.likelihood
             is_laid_out = y.shape == batch.output.shape or not y.is_floating_point()
-            y = likelihood.laid_out(y if is_laid_out else likelihood.classes_last(y), batch.output)
-        return batch if y is None else replace(batch, targets=Targets.observed(self.loss, y))
+            laid_out_y = likelihood.laid_out(y if is_laid_out else likelihood.classes_last(y), batch.output)
+            if laid_out_y is None:
+                likelihood.check_targets(batch.output, y)
+                return batch
+            y = laid_out_y
+        return replace(batch, targets=Targets.observed(self.loss, y))
 
     def _with_loss_inside(self, call: Batch) -> Batch:
         """With the targets of a loss inside of a compiled model, which a pass of our own shows."""
-        if call.targets is not None or call.x is None or not self._loss_is_inside:
+        is_possible = self._loss_is_inside and bool(self.head.functions) and not self._leaves
+        if call.targets is not None or call.x is None or not is_possible:
             return call
         model = getattr(self.model, "_orig_mod", self.model)
         with recorded_run(model, [], call.x, seed=0, errors=True, head=self.head) as (parts, calls):
@@ -211,7 +217,9 @@ class Batches:
         for loss in losses:
             _, loss.gradient = loss.arrived
         arrived = [loss for loss in losses if loss.gradient is not None]
-        return self._with_targets(call, [part.detach() for part in parts], arrived, lambda: gradients)
+        batch = self._with_targets(call, [part.detach() for part in parts], arrived, lambda: gradients)
+        # A factor that the user puts on what the model returns is not known.
+        return batch if batch.targets is None else replace(batch, targets=replace(batch.targets, total=None))
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -284,7 +292,7 @@ class Batches:
         triggers = leaves if calls is not None and calls.opaque else []  # the loss of a compiled model may be one
         if calls is not None:
             begun.retained = [*calls.retained, *(weakref.ref(t) for t in leaves if isinstance(t, Tensor))]
-            self._loss_is_inside = calls.opaque or bool(begun.losses)
+            self._loss_is_inside = bool(begun.losses) or (calls.opaque and self._loss_is_inside)
             calls.drop_without_graph()
         if not self.keeps and (calls is None or not self._needs_own_pass(calls)):
             begun.arguments = None
@@ -359,7 +367,8 @@ class Batches:
             self.reached.append(begun)
             begun.gradients = {}
             for call in begun.losses:
-                call.gradient = None
+                if call.arrived != (task, None):  # not counted yet, for another call of the model
+                    call.gradient = None
         for call in begun.losses:
             call.count(task)
         if accumulates and self.reads:
@@ -450,7 +459,10 @@ class Batches:
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Where a tensor is, how often it was written to, and its layout, which the shape does not change if contiguous."""
     layout = (tensor.numel(),) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-    return (as_plain(tensor.detach()).data_ptr(), tensor._version, *layout)
+    plain = as_plain(tensor.detach())
+    # While there is a weak reference to a storage, no other one has its number.
+    storage = StorageWeakRef(plain.untyped_storage())  # type: ignore[no-untyped-call]
+    return (storage, plain.storage_offset(), tensor._version, *layout)
 
 
 def _note(owner: weakref.ref[Batches], call: LossCall) -> None:

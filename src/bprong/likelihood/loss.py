@@ -7,6 +7,7 @@ The declaration says what κ and w are until a call of the loss is seen, which s
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -98,15 +99,25 @@ class Loss:
             output = output.flatten(end_dim=-2)
         return self.kind.function(output, y.to(output) if self.kind.nats or y.is_floating_point() else y, **options)
 
+    def of_rows(self, select: Callable[[Tensor], Tensor], y: Tensor) -> Loss:
+        """The loss of some of the rows of its targets y, if each of their elements has a weight of its own."""
+        weight = self.options.get("weight")
+        if self.kind is None or self.kind.nats is None or weight is None or weight.shape != y.shape:
+            return self
+        return Loss(self.name, self.likelihood, self.kind, self.options | {"weight": select(weight)})
+
     def multiple(self, output: Tensor, y: Tensor) -> float:
         """What the loss is as a multiple of the mean −log p of a target."""
         weight = self.options.get("weight")
         if self.kind is not None and self.kind.nats is not None:
             size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
             return size * self.likelihood.targets(output) / (1 if self.sums else output.numel())
-        if self.sums and weight is not None and not y.is_floating_point():
-            return float(weight.to(y.device)[y[y != self.likelihood.ignore_index]].sum())
-        return float(self.likelihood.targets(output)) if self.sums else 1.0
+        if not self.sums:
+            return 1.0
+        if self.kind is None or y.is_floating_point():
+            return float(self.likelihood.targets(output))
+        counted = y[y != self.likelihood.ignore_index]
+        return float(counted.numel() if weight is None else weight.to(y.device)[counted].sum())
 
 
 KINDS = {
@@ -151,7 +162,8 @@ def declared_loss(given: Declaration | None) -> Loss:
 
 def loss_of_call(likelihood: Likelihood, function: str, options: Mapping[str, Any]) -> Loss:
     """The loss that a call of one of torch's functions computes."""
-    return Loss(f"F.{function}", likelihood, _BY_FUNCTION[function], options)
+    own_index = copy.copy(likelihood)  # calls may differ in the index that they ignore
+    return Loss(f"F.{function}", own_index, _BY_FUNCTION[function], options)
 
 
 def _refusal(given: object) -> str:

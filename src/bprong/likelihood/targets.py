@@ -54,10 +54,13 @@ class Targets:
     @cached_property
     def mask(self) -> Tensor | None:
         """Which targets the loss counts, without the output's last dimension; None: nothing says that any do not."""
-        loss, y, _, weights = self.terms[0]
         if self.rows is not None:
             return self.rows
-        return loss.likelihood.not_ignored(y) if weights is None else loss.likelihood.weighted(y, weights)
+        union: Tensor | None = None
+        for loss, y, _, weights in self.terms:
+            mask = loss.likelihood.not_ignored(y) if weights is None else loss.likelihood.weighted(y, weights)
+            union = mask if union is None or mask is None else union | mask
+        return union
 
     @cached_property
     def counted(self) -> Tensor | None:
@@ -86,14 +89,17 @@ class Targets:
 
     def select(self, rows: Callable[[Tensor], Tensor]) -> Targets:
         """The targets of some of the examples; rows: selects their rows of a tensor."""
-        terms = tuple(term._replace(y=rows(term.y), weights=None) for term in self.terms)
-        return Targets(terms, rows=None if self.mask is None else rows(self.mask))
+        terms = []
+        for loss, y, ratio, _ in self.terms:
+            terms.append(Term(loss.of_rows(rows, y), rows(y), ratio))
+        return Targets(tuple(terms), rows=None if self.mask is None else rows(self.mask))
 
     def _mean(self, output: Tensor) -> Tensor:
         f = self._part(output)
         value = output.new_zeros(())
         for term in self.terms:
-            value = value + term.ratio * term.loss.value(f, self._part(term.y))
+            loss = term.loss if self.counted is None else term.loss.of_rows(self._part, term.y)
+            value = value + term.ratio * loss.value(f, self._part(term.y))
         return value / self.multiple
 
     def _part(self, tensor: Tensor) -> Tensor:
@@ -149,36 +155,58 @@ def targets_of(
     output:    with classes in its last dimension
     gradient:  gives what the user's backward pass left there; None: not known
     """
-    losses = [loss_of_call(likelihood, call.function, call.options) for call in calls]
-    ratios, values = _read(calls)
+    losses = [loss_of_call(likelihood, call.function, _options(call, output)) for call in calls]
+    ratios, values = _read(calls, losses)
     terms = []
-    for loss, call, ratio in zip(losses, calls, ratios, strict=True):
+    total = 0.0
+    for loss, call, ratio, value in zip(losses, calls, ratios, values, strict=True):
         y = _laid_out(likelihood, call, output)
         weights = call.gradient if call.options["reduction"] == "none" else None
-        if y is not None:
+        if y is not None:  # others are further terms
             terms.append(Term(loss, y, ratio, weights))
-    if len(terms) == len(calls):
-        return Targets(tuple(terms), sum(values))
+            total += value
+    targets: Targets | None = Targets(tuple(terms), total)
+    if not terms:
+        targets = _of_parts(likelihood, calls, losses, ratios, sum(values), output, gradient)
+    return None if targets is None or targets.multiple < 0 else targets  # an ascent is no loss
+
+
+def _of_parts(
+    likelihood: Likelihood, calls: Sequence[LossCall], losses: Sequence[Loss], ratios: Sequence[float], total: float,
+    output: Tensor, gradient: Callable[[], Tensor | None],
+) -> Targets | None:  # fmt: skip
+    """The targets of calls that were given parts of the output, as one term."""
     rows = _rows_of_calls(likelihood, calls, output, gradient)
     if rows is None:
         return None
-    targets = Targets((Term(losses[0], rows[0]),), sum(values), rows[1])
+    targets = Targets((Term(losses[0], rows[0]),), total, rows[1])
     multiple = 0.0
     for loss, call, ratio in zip(losses, calls, ratios, strict=True):
         multiple += ratio * loss.multiple(likelihood.classes_last(call.input), call.target)
-    return replace(targets, terms=(Term(losses[0], rows[0], multiple / targets.multiple),))
+    return replace(targets, terms=(Term(losses[0], rows[0], multiple / (targets.multiple or 1.0)),))
 
 
-def _read(calls: Sequence[LossCall]) -> tuple[list[float], list[float]]:
-    """r of each call as a factor on the loss, and as what its value adds to the user's loss."""
+def _options(call: LossCall, output: Tensor) -> Mapping[str, Any]:
+    """The options of a call, with weights of single elements laid out like the output."""
+    weight = call.options.get("weight")
+    if weight is None or weight.ndim < call.input.ndim or call.input.numel() != output.numel():
+        return call.options
+    return {**call.options, "weight": weight.expand(call.input.shape).reshape(output.shape)}
+
+
+def _read(calls: Sequence[LossCall], losses: Sequence[Loss]) -> tuple[list[float], list[float]]:
+    """r of each call as a factor on the loss, and what its value adds to the user's loss."""
     ratios = []
     values = []
-    for call in calls:
+    for call, loss in zip(calls, losses, strict=True):
         gradient = torch.ones_like(call.value) if call.gradient is None else call.gradient
         values.append((gradient * call.value).sum())
-        weight = call.options.get("weight")
-        if gradient.ndim and weight is not None and not call.target.is_floating_point():
-            gradient = gradient * weight[call.target.clamp(min=0)]  # a mean over targets divides by their weights
+        if gradient.ndim and not call.target.is_floating_point():  # the mean that they are a factor on
+            counted = call.target != loss.likelihood.ignore_index
+            gradient = gradient.where(counted, 0.0)
+            weight = call.options.get("weight")
+            if weight is not None:  # divides by the weights of these targets
+                gradient = gradient * weight[call.target.where(counted, 0)]
         ratios.append(gradient.sum())
     numbers = torch.stack(ratios + values).tolist()
     return numbers[: len(calls)], numbers[len(calls) :]
@@ -209,35 +237,35 @@ def _rows_of_calls(
     if any(input.shape[-1] != classes for input in inputs):
         return None
     rows = output.reshape(-1, classes)
+    hard = not calls[0].target.is_floating_point()
+    joined = torch.cat([input.reshape(-1, classes) for input in inputs])
+    targets = torch.cat([call.target.flatten() if hard else call.target.reshape(-1, classes) for call in calls])
     mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    count = sum(input.numel() for input in inputs) // classes
-    if count != len(rows):
+    if len(joined) != len(rows):
         values = gradient()
         if values is None:
             return None
         mask = (values.reshape(-1, classes) != 0).any(dim=1)
-    order = _order(inputs, rows[mask])
+        if hard:  # targets that are ignored have no gradient
+            counted = targets != likelihood.ignore_index
+            joined = joined[counted]
+            targets = targets[counted]
+    order = _order(joined, rows[mask], len(calls))
     if order is None:
         return None
-    hard = not calls[0].target.is_floating_point()
-    targets = torch.cat([call.target.flatten() if hard else call.target.reshape(-1, classes) for call in calls])
-    shape = output.shape[:-1] if hard else output.shape
     y = targets.new_full((len(rows), *targets.shape[1:]), likelihood.ignore_index if hard else 0)
     y[mask] = targets[order]
-    y = y.reshape(shape)
+    y = y.reshape(output.shape[:-1] if hard else output.shape)
     mask = mask.reshape(output.shape[:-1])
-    counted = likelihood.not_ignored(y)
-    return y, mask if counted is None or not hard else mask & counted
+    return y, mask & likelihood.not_ignored(y) if hard else mask  # type: ignore[operator]
 
 
-def _order(inputs: Sequence[Tensor], rows: Tensor) -> Tensor | None:
-    """Which rows of some inputs, one after the other, the rows of an output are; None: these are others."""
-    classes = rows.shape[-1]
-    joined = torch.cat([input.reshape(-1, classes) for input in inputs])
+def _order(joined: Tensor, rows: Tensor, count: int) -> Tensor | None:
+    """Which rows of `count` inputs, one after the other, the rows of an output are; None: these are others."""
     if len(joined) != len(rows):
         return None
     order = torch.arange(len(rows), device=rows.device)
-    stacked = order.view(len(inputs), -1).T.flatten() if len(rows) % len(inputs) == 0 else order  # in dimension 1
+    stacked = order.view(count, -1).T.flatten() if len(rows) % count == 0 else order  # in dimension 1
     for candidate in (order, stacked):
         if _equal(joined[candidate], rows):
             return candidate

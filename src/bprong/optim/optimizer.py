@@ -385,6 +385,9 @@ class BPRONG(Optimizer):
         shared = self._ranks.size > 1
         if due or self._loss.sums:  # a mean of nothing is not finite
             batches = [batch for batch in batches if batch.counts] or ([] if shared else batches)
+        if any(batch.targets is None or batch.targets.total is None for batch in batches):
+            # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
+            gradients = replace(gradients, factor=1.0)
         return replace(gradients, batches=batches)
 
     def _check_loss(self, batches: Sequence[Batch]) -> None:

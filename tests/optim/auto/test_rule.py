@@ -166,11 +166,12 @@ def undo(rule, t):
 
 
 def test_after_an_undone_update_a_part_of_its_length_is_allowed(settings):
-    """Of its ½dᵀFd, not of the bound; and never nothing."""
+    """Of its ½dᵀFd, not of the bound; and never nothing. The brake is shown by itself below."""
     rule = rule_of(settings)
     lengths = [longest(rule, 3)]
     for _ in range(2):
         undo(rule, 3)
+        rule.brake = 1.0
         lengths.append(longest(rule, 4))
     update(rule, 0.5)
     lengths.append(longest(rule, 5))
@@ -178,6 +179,7 @@ def test_after_an_undone_update_a_part_of_its_length_is_allowed(settings):
     assert [x / lengths[0] for x in lengths] == pytest.approx([1, part, part**2, 2 * part**2])
     for _ in range(20):
         undo(rule, 5)
+        rule.brake = 1.0
         longest(rule, 6)
     assert longest(rule, 6) == pytest.approx(1e-6 * bound(1.0, settings))
     nowhere = rule_of(settings, most=0.0)
@@ -185,12 +187,38 @@ def test_after_an_undone_update_a_part_of_its_length_is_allowed(settings):
     assert nowhere.caution == settings.cautious
 
 
-def test_after_an_undone_update_coefficients_are_halved_until_the_next_evaluation(settings):
+def test_after_an_undone_update_the_slope_counts_for_less(settings):
+    """Also within the bound; each time by the same factor. Until the next evaluation, coefficients are halved."""
     rule = rule_of(settings)
-    alpha = choose(rule, 3, -1e-3)
-    undo(rule, 4)
-    assert rule.choose(4, {"whitened": -1e-3}, None, None)["whitened"] <= alpha / 2
-    assert rule.coefficients["whitened"] == pytest.approx(alpha / 2)
+    alphas = [choose(rule, 3, -1e-3)]
+    for t in (4, 5):
+        undo(rule, t)
+        between = rule.choose(t, {"whitened": -1e-3}, None, None)["whitened"]
+        assert between <= alphas[-1] / 2
+        assert rule.coefficients["whitened"] == pytest.approx(alphas[-1] / 2)
+        alphas.append(choose(rule, t, -1e-3))
+    assert alphas == pytest.approx([1e-3 * settings.cautious**n for n in range(3)], rel=RIDGE)
+
+
+def test_the_brake_is_released_while_the_next_batch_would_have_gone_further(settings):
+    """Fast up to half of what was undone, then slowly, and no further than it was. Every slope is confirmed here."""
+    rule = rule_of(settings)
+    choose(rule, 3, -0.1)
+    undo(rule, 3)
+    rule.caution = 1.0
+    expected = settings.cautious
+    for t in range(4, 22):
+        rule.evaluate_until = t + 1  # nothing is averaged
+        alpha = choose(rule, t, -0.1)
+        assert alpha == pytest.approx(0.1 * expected, rel=RIDGE)
+        rule.choose(t, {"whitened": -0.1}, None, None)  # a step that is not evaluated changes nothing
+        too_far = copy.deepcopy(rule)
+        too_far.update_trust(1e-3)
+        assert too_far.brake == rule.brake == pytest.approx(expected)
+        rule.update_trust(-0.1 + alpha)
+        fast = min(settings.raise_lambda * expected, 0.5)
+        expected = min(1.0, max(fast, settings.raise_lambda**0.25 * expected))
+    assert rule.brake == 1.0
 
 
 @pytest.mark.parametrize("slope", [-1e2, -1e6])

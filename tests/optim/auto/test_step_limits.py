@@ -256,6 +256,25 @@ def test_an_update_after_which_the_loss_blew_up_is_undone_by_the_next_step():
     assert F.cross_entropy(model(batch[0]), batch[1]) < loss / 2
 
 
+def test_after_an_undone_update_the_brake_is_released_by_evaluations_only():
+    """At the step after each, which compares slopes."""
+    model, optimizer, batch, _ = after_an_update()
+    rule = optimizer._rule.rule
+    for p in model.parameters():
+        wrong = 100 * torch.randn_like(p)
+        p.data += wrong
+        optimizer.state[p]["last_update"] += wrong
+    train(model, optimizer, [batch])
+    assert rule.brake == SETTINGS.cautious
+    evaluated = False
+    for t in range(25, 125):  # the step that was undone is not counted
+        before = rule.brake
+        compares, evaluated = evaluated, rule.evaluates(t)
+        train(model, optimizer, [batch])
+        assert before <= rule.brake <= 1 if compares else rule.brake == before
+    assert rule.brake == 1
+
+
 def test_two_gradients_in_a_row_that_are_not_finite_undo_the_last_update():
     """A single one may be the fault of its batch and changes nothing."""
     model, optimizer, batch, before = after_an_update()

@@ -95,6 +95,9 @@ class AutoRule(AutoState):
         keep = self.settings.keep
         self.slope_kept = keep * self.slope_kept + (1 - keep) * (self.slope_change - slope)
         self.slope_promised = keep * self.slope_promised - (1 - keep) * self.slope
+        if slope < 0:  # the next batch would have gone further
+            fast = min(self.settings.raise_lambda * self.brake, self.brake_safe)
+            self.brake = min(1.0, max(fast, self.settings.raise_lambda**0.25 * self.brake))
 
     @property
     def trust(self) -> float:
@@ -128,7 +131,7 @@ class AutoRule(AutoState):
         G, penalty = (np.asarray(products) for products in metric)
         self.slope = slopes["whitened"]
         b = np.array(list(slopes.values()))
-        b[0] *= self.trust
+        b[0] *= self.trust * self.brake
         limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
         upper_bounds = [limits.get(name, math.inf) for name in slopes]
         c = self._allowed(minimiser(Q + penalty + self.lam * G, b, upper_bounds), Q)
@@ -208,5 +211,7 @@ class AutoRule(AutoState):
         part = self.settings.cautious
         self.evaluate_until = t + 1 + self.settings.evaluate_every
         self.caution = max(1e-6, part * self.length / bound) if bound > 0 else part
+        self.brake_safe = self.brake / 2
+        self.brake *= part
         self.coefficients = {name: x / 2 for name, x in self.coefficients.items()}
         self.length = 0.0

@@ -69,6 +69,9 @@ class AutoState:
     slope_kept, slope_promised
                      averages of the decrease along Δ that the next batch showed, and that its own batch promised
     caution          the part of the bound on ½dᵀFd that is allowed; it doubles with each good step
+    brake            times s: below one after an undone update, until the next batch would have gone further
+    brake_safe       half of the brake at which an update was last undone: up to there the brake is released fast, and
+                     beyond it slowly
     loss             the averaged loss, as mean −log p of a target; `first_loss` is the first one
     coefficients     α, β and μ
     length           ½dᵀFd of the last step, measured or estimated
@@ -89,6 +92,8 @@ class AutoState:
     slope_kept: float = 1.0
     slope_promised: float = 1.0
     caution: float = SETTINGS.cautious
+    brake: float = 1.0
+    brake_safe: float = 1.0
     loss: float | None = None
     first_loss: float | None = None
     coefficients: Parts = field(default_factory=dict)
