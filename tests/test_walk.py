@@ -76,6 +76,16 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield reads
 
 
+def assert_walk(steps: Steps, monkeypatch: pytest.MonkeyPatch, modules: int, calls: int, reads: int) -> None:
+    """The next two steps visit no more modules, make no more calls and read no more tensors than these."""
+    visited = calls_of(steps.make)
+    assert len(visited) <= modules, visited
+    assert visited.total() <= calls, visited
+    with counted_reads(monkeypatch) as read:
+        steps.make()
+    assert read.total() <= reads, read
+
+
 RULES = {
     "fixed rate": {"lr": 0.01, "every": 1000},
     "fixed rate, momentum": {"lr": 0.01, "momentum": 0.9, "every": 1000},
@@ -91,12 +101,7 @@ def test_a_plain_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(**RULES[rule])
     for _ in range(3):
         steps.make()
-    calls = calls_of(steps.make)
-    assert len(calls) <= 9, calls
-    assert calls.total() <= 130, calls
-    with counted_reads(monkeypatch) as reads:
-        steps.make()
-    assert reads.total() <= 1, reads
+    assert_walk(steps, monkeypatch, modules=9, calls=130, reads=1)
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
@@ -108,12 +113,14 @@ def test_an_automatic_step_that_evaluates_nothing(monkeypatch: pytest.MonkeyPatc
         if t > 100 and not rule.evaluates(t) and not rule.evaluates(t + 1) and not steps.optimizer._rule.pending:
             break
         steps.make()
-    calls = calls_of(steps.make)
-    assert len(calls) <= 24, calls
-    assert calls.total() <= 300, calls
-    with counted_reads(monkeypatch) as reads:
-        steps.make()
-    assert reads.total() <= 3, reads
+    assert_walk(steps, monkeypatch, modules=24, calls=300, reads=3)
+
+
+def test_a_longer_walk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for budget in ({"modules": 1}, {"calls": 1}, {"reads": 0}):
+        steps = Steps(lr=0.01, every=1000)
+        with pytest.raises(AssertionError):
+            assert_walk(steps, monkeypatch, **({"modules": 99, "calls": 9999, "reads": 999} | budget))
 
 
 def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -48,7 +49,7 @@ class Rows:
         return self.weight / self.weight.sum()
 
 
-class BaseMLP(BaseEstimator):
+class BaseMLP(BaseEstimator, ABC):
     """A multilayer perceptron that is fitted by bidirectionally whitened steps; see the two estimators."""
 
     _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
@@ -71,12 +72,13 @@ class BaseMLP(BaseEstimator):
 
     # What the estimators define ---------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _checked(self, X: Any, y: Any, incremental: bool, reset: bool) -> tuple[Any, Array]:
         """X and the targets (n, outputs), validated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _likelihood(self) -> Likelihood:
-        raise NotImplementedError
+        """The distribution of the targets."""
 
     def _learn_targets(self, Y: Array, share: Array) -> None:
         """Called with the targets of the first fit."""
@@ -89,8 +91,9 @@ class BaseMLP(BaseEstimator):
         """What the validation set is stratified by."""
         return None
 
+    @abstractmethod
     def _validation_score(self, X: Any, Y: Array, weight: Array) -> float:
-        raise NotImplementedError
+        """The score that early stopping maximises."""
 
     # Fitting ----------------------------------------------------------------------------------------------------------
 

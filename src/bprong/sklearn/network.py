@@ -8,6 +8,7 @@ time here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -167,7 +168,7 @@ class Network:
         return da
 
 
-class Likelihood:
+class Likelihood(ABC):
     """p(y | f) of one row: −log p, its derivative, and the Fisher matrix F at the output. y is shaped like f.
 
     name: scikit-learn's, of the function from f to `mean`
@@ -175,25 +176,25 @@ class Likelihood:
 
     name: str
 
+    @abstractmethod
     def nll(self, f: Array, y: Array) -> Array:
         """−log p of every row, (n,), up to a constant that makes it zero for a perfect prediction."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mean(self, f: Array) -> Array:
         """E[y | f]: probabilities or predicted numbers. As these are canonical links, ∂(−log p)/∂f = mean − y."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fisher_times(self, mean: Array, v: Array) -> Array:
         """F v of every row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def roots(self, mean: Array) -> Array:
         """g_k with Σ_k g_k g_kᵀ = F of every row: (k, n, outputs)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(self, mean: Array, random: np.random.RandomState) -> Array:
         """A target drawn from p(y | f), for every row."""
-        raise NotImplementedError
 
 
 class Softmax(Likelihood):
@@ -229,9 +230,9 @@ class Softmax(Likelihood):
 class _Elementwise(Likelihood):
     """Independent outputs."""
 
+    @abstractmethod
     def curvature(self, mean: Array) -> Array:
         """The Fisher information of every output."""
-        raise NotImplementedError
 
     def fisher_times(self, mean: Array, v: Array) -> Array:
         return self.curvature(mean) * v
