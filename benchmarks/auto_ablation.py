@@ -31,7 +31,7 @@ from bprong.experiments.bench.tables import markdown
 from bprong.optim.auto import evaluation, step
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS
-from bprong.optim.auto.step import Automatic
+from bprong.optim.auto.step import Automatic, NaturalDirections
 
 NEGLIGIBLE = 1e-3  # of the initial loss
 SCALED = {name: STANDARD[name] for name in ("regression-linear", "regression-relu")}
@@ -118,7 +118,7 @@ VARIANTS: dict[str, list[Change]] = {
     "λ fixed": [{"raise_lambda": 1.0, "lower_lambda": 1.0}],
     "no plateau rule": [(AutoRule, "curvature_ratio", property(lambda self: 1.0, lambda self, ratio: None))],
     "no lower bound on D": [{"negligible": 0.0}],
-    "no early refreshes": [(Automatic, "early_steps", ())],
+    "no early refreshes": [(NaturalDirections, "early_steps", ())],
     "no sampling error in ε": [{"sampling": 0.0}],
     "no averages of α, β, μ": [(AutoRule, "_averaged", averaged_over_all)],
     "α not clamped": [(AutoRule, "_averaged", plain_average)],

@@ -1,16 +1,19 @@
-"""What a step is protected from: interrupts in its middle, and the lower precision of autocast."""
+"""What our own code runs in: without interrupts, without autocast, and marked as a pass of our own."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 
 _MAIN = threading.main_thread()
+_THREAD = threading.local()  # `passes`: how many passes of our own are running in this thread
+_ONE_AT_A_TIME = threading.RLock()  # random number generators and forward-mode AD belong to the process
 
 
 class Uninterrupted:
@@ -57,3 +60,19 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Entering a context takes longer than finding out whether it is needed."""
     active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if active else nullcontext()
+
+
+def is_own_pass() -> bool:
+    """Whether the call of a model that is running is one of ours, which is not training."""
+    return getattr(_THREAD, "passes", 0) > 0
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """Marks what is run as a pass of our own."""
+    with _ONE_AT_A_TIME:
+        _THREAD.passes = getattr(_THREAD, "passes", 0) + 1
+        try:
+            yield
+        finally:
+            _THREAD.passes -= 1

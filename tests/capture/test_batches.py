@@ -13,8 +13,8 @@ import bprong
 from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.listener import Listener
 from bprong.capture.output import Head
-from bprong.capture.own_pass import own_pass
-from bprong.capture.passes import Batches
+from bprong.capture.recorder import Recorder
+from bprong.contexts import own_pass
 from bprong.likelihood.loss import declared_loss
 from bprong.likelihood.targets import Targets
 from helpers import mlp
@@ -28,7 +28,7 @@ IGNORED = y.masked_fill(torch.arange(6) == 1, -100)
 
 def listening(model, loss="cross_entropy", **options):
     declared = declared_loss(loss)
-    return Batches(model, declared, Head(None, declared.functions), **options)
+    return Recorder(model, declared, Head(None, declared.functions), **options)
 
 
 # Which targets count --------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_several_backward_passes_through_one_output_are_one_batch():
     output = model(x)
     for rows in (slice(0, 3), slice(3, 5)):
         (F.cross_entropy(output[rows], y[rows], reduction="sum") / 5).backward(retain_graph=True)
-    (batch,) = optimizer._batches.seen()
+    (batch,) = optimizer._recorder.seen()
     assert batch.counted.tolist() == [True] * 5 + [False]
     assert torch.equal(batch.targets.y[:5], y[:5])
     assert batch.targets.multiple == pytest.approx(1)
@@ -384,7 +384,7 @@ def test_an_optimizer_copied_between_forward_and_step_carries_no_batch(lr, loss)
     criterion = loss if callable(loss) else F.cross_entropy
     criterion(model(inputs), torch.arange(2500) % 3).backward()
     optimizer.observe(inputs)
-    optimizer._batches.seen()
+    optimizer._recorder.seen()
     for p in model.parameters():
         p.grad = None
     assert len(pickle.dumps(optimizer)) < before + 1000

@@ -190,7 +190,7 @@ def test_a_loss_of_an_unrelated_model_between_forward_and_step_is_not_taken():
     loss = 3 * cross_entropy(output, y)
     loss.backward()
     cross_entropy(other(x), 2 - y).backward()
-    (batch,) = optimizer._batches.seen()
+    (batch,) = optimizer._recorder.seen()
     (term,) = batch.targets.terms
     assert torch.equal(term.y, y)
     assert term.ratio == 3
@@ -205,6 +205,6 @@ def test_a_loss_that_no_backward_pass_reaches_is_not_taken():
     cross_entropy(output, 2 - y)
     cross_entropy(output.detach(), 2 - y)
     cross_entropy(output, y).backward()
-    (batch,) = optimizer._batches.seen()
+    (batch,) = optimizer._recorder.seen()
     (term,) = batch.targets.terms
     assert torch.equal(term.y, y)

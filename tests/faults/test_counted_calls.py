@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
-from bprong.capture import passes
+from bprong.capture import recorder
 from helpers import assert_close, assert_unchanged, classification, mlp, quick_cases, snapshot
 from training import EXACT
 
@@ -472,7 +472,7 @@ def test_an_old_optimizer_that_is_still_referenced_keeps_no_batches(lr: Rate, re
 
 
 def test_at_a_fixed_rate_no_batch_is_kept_between_its_backward_pass_and_the_step(monkeypatch) -> None:
-    monkeypatch.setattr(passes, "_anything_is_compiled", lambda: False)  # another test may have compiled something
+    monkeypatch.setattr(recorder, "_anything_is_compiled", lambda: False)  # another test may have compiled something
     model, optimizer = made(0.1)
     x = X.clone()
     F.cross_entropy(model(x), Y).backward()

@@ -357,7 +357,7 @@ def test_two_outputs_of_one_loss_are_named_together() -> None:
             optimizer.zero_grad()
             loss = two_losses(model)
             loss.backward()
-            (batch,) = optimizer._batches.seen()
+            (batch,) = optimizer._recorder.seen()
             assert torch.equal(batch.targets.y, torch.cat([STARTS, ENDS]))
             assert batch.targets.total == pytest.approx(loss.item())
             assert batch.targets.multiple == pytest.approx(1)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bprong.capture.output import Head, laid_out
-from bprong.capture.passes import Batches
+from bprong.capture.recorder import Recorder
 from bprong.likelihood.loss import declared_loss
 from bprong.likelihood.targets import Targets
 from helpers import assert_close, quick_cases
@@ -308,7 +308,7 @@ class Returns(nn.Module):
 def seen(loss: Callable[[Tensor], Tensor], f: Tensor, declared: Any) -> Targets | None:
     """What the backward pass of a loss shows of its targets."""
     model = Returns(f.clone())
-    batches = Batches(model, declared, Head(None, declared.functions))
+    batches = Recorder(model, declared, Head(None, declared.functions))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=f.dtype is torch.bfloat16):
         value = loss(model())
     value.backward()

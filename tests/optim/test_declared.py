@@ -459,7 +459,7 @@ def test_the_declared_module_outside_wins_over_a_loss_inside_of_the_model(lr):
         output = model(x)
         loss = criterion(output, x)
         (loss + 0.25 * model.inside).backward()
-        for batch in optimizer._batches.seen():  # none at a fixed rate, when nothing is due
+        for batch in optimizer._recorder.seen():  # none at a fixed rate, when nothing is due
             assert torch.equal(batch.output, output)
             assert torch.equal(batch.targets.y, x)
             assert batch.targets.total == loss.item()
@@ -475,7 +475,7 @@ def test_the_declared_module_wins_over_other_calls_of_its_function():
     optimizer = bprong.BPRONG(model, criterion)
     output = model(x)
     (criterion(output, LABELS) + 0.1 * F.cross_entropy(output, LABELS.roll(1))).backward()
-    (batch,) = optimizer._batches.seen()
+    (batch,) = optimizer._recorder.seen()
     (term,) = batch.targets.terms
     assert torch.equal(term.y, LABELS)
     assert term.ratio == 1
@@ -746,4 +746,4 @@ def test_a_copied_loss_module_can_be_declared_again():
     other = bprong.BPRONG(other_model, other_criterion)
     advanced(other_model, other_criterion, other)
     assert len(other_criterion._forward_hooks) == len(other_model._forward_hooks) == 1
-    assert optimizer._batches.seen() == []
+    assert optimizer._recorder.seen() == []

@@ -27,7 +27,7 @@ class PlainDescent(StepRule):
     def step_(self, gradients, layers):
         self.steps += 1
         rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}
-        for p, step in (gradients.values | layers.steps(gradients.values, rates)).items():
+        for p, step in (gradients.values | layers.natural_gradients(gradients.values)).items():
             p.sub_(step, alpha=rates[p])
 
     def state_dict(self, parameters):

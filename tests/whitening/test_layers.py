@@ -13,11 +13,10 @@ from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.damped_inverse import Damping, inverse
 from bprong.linalg.factors import centred
-from bprong.whitening import stacks as stacks_module
+from bprong.whitening import layers as layers_module
 from bprong.whitening.layer import PATIENCE, Layer
-from bprong.whitening.layers import Layers
+from bprong.whitening.layers import Layers, Stack
 from bprong.whitening.refresh import update
-from bprong.whitening.stacks import Stack
 from helpers import assert_close, error_moments, input_moments, mlp, snapshot
 
 f64 = torch.float64
@@ -46,7 +45,7 @@ def whiten(layer, seed=0, centre=True):
 
 def direction_of(layer, gradients):
     """Of one layer alone."""
-    return Stack([layer]).directions(gradients)[layer]
+    return Stack([layer]).precondition(gradients)[layer]
 
 
 def gradients_of(layer, left_out=None):
@@ -214,7 +213,7 @@ def test_grouped_layers_move_as_they_would_alone(method, momentum, monkeypatch):
     first = method(together, "cross_entropy", lr=0.05, momentum=momentum, every=3)
     train(together, first, 10)
     assert stored_together(first._whitening.layers) == [["0", "2", "4", "6"]], "four layers of 6 × 6"
-    monkeypatch.setattr(stacks_module, "GROUPED_UP_TO", 0)
+    monkeypatch.setattr(layers_module, "STACKED_UP_TO", 0)
     second = method(alone, "cross_entropy", lr=0.05, momentum=momentum, every=3)
     train(alone, second, 10)
     assert not stored_together(second._whitening.layers)
@@ -231,7 +230,7 @@ def test_directions_of_a_group_are_those_of_its_layers(bias, backward):
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
     expected = {layer: direction_of(layer, gradients) for layer in made}
     layers = Layers(made)
-    found = layers.directions(gradients)
+    found = layers._preconditioned(gradients)
     assert stored_together(layers)
     assert list(found) == made
     for layer, (d_W, d_b) in found.items():
@@ -250,7 +249,7 @@ def test_only_layers_with_the_same_factors_form_a_group():
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
     expected = {layer: direction_of(layer, gradients) for layer in made}
     layers = Layers(made)
-    found = layers.directions(gradients)
+    found = layers._preconditioned(gradients)
     assert stored_together(layers) == [["0", "1"]]
     for layer in made:
         assert_close(found[layer][0], expected[layer][0], 1e-13)
@@ -262,10 +261,10 @@ def test_a_group_is_formed_anew_when_a_factor_has_changed():
         whiten(layer)
     layers = Layers(made)
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
-    layers.directions(gradients)
+    layers._preconditioned(gradients)
     whiten(made[1], seed=50)
     layers.changed()
-    assert_close(layers.directions(gradients)[made[1]][0], direction_of(made[1], gradients)[0], 1e-13)
+    assert_close(layers._preconditioned(gradients)[made[1]][0], direction_of(made[1], gradients)[0], 1e-13)
 
 
 def test_a_layer_of_a_group_without_a_gradient_does_not_stop_the_others():

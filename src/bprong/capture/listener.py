@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bprong.capture.own_pass import is_own_pass
-from bprong.contexts import Uninterrupted
+from bprong.contexts import Uninterrupted, is_own_pass
 
 if TYPE_CHECKING:
-    from bprong.capture.passes import Batches
+    from bprong.capture.recorder import Recorder
 
 
 class Listener:
@@ -28,7 +27,7 @@ class Listener:
     compiled:  these, as a linked list, since torch.compile would compile again for each length of a Python list
     """
 
-    def __init__(self, owner: Batches | None = None) -> None:
+    def __init__(self, owner: Recorder | None = None) -> None:
         self.owner = (lambda: None) if owner is None else weakref.ref(owner)
         self.wanted = False
         self.compiled: Any = None

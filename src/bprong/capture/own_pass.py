@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,9 +26,7 @@ from bprong.capture.losses import watched_losses
 from bprong.capture.output import Head
 from bprong.capture.replacements import Replacements
 from bprong.capture.weights import WeightMatrix
-
-_THREAD = threading.local()  # `own`: how many passes of our own are running in this thread
-_ONE_AT_A_TIME = threading.RLock()  # random number generators and forward-mode AD belong to the process
+from bprong.contexts import own_pass
 
 
 class Arguments(NamedTuple):
@@ -43,21 +40,6 @@ class Arguments(NamedTuple):
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy of an input, without its history."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def is_own_pass() -> bool:
-    """Whether the call of a model that is running is one of ours, which is not training."""
-    return getattr(_THREAD, "own", 0) > 0
-
-
-@contextmanager
-def own_pass() -> Iterator[None]:
-    with _ONE_AT_A_TIME:
-        _THREAD.own = getattr(_THREAD, "own", 0) + 1
-        try:
-            yield
-        finally:
-            _THREAD.own -= 1
 
 
 @contextmanager

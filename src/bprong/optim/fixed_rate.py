@@ -13,11 +13,15 @@ from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import GivenDamping, Gradients, Group, NotFiniteError, StepRule
+from bprong.optim.rules import Gradients, Group, NotFiniteError, Setup, StepRule
 from bprong.sharding import local, summed
 from bprong.whitening.layer import Layer
-from bprong.whitening.layers import BiasTerm, Layers
-from bprong.whitening.side import Side
+from bprong.whitening.layers import Layers
+from bprong.whitening.side import Side, SideName
+
+MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
+FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters
+MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 
 
 class FixedRate(StepRule):
@@ -25,26 +29,39 @@ class FixedRate(StepRule):
 
     v is a velocity in ordinary coordinates, which a new whitener leaves as it is.
 
-    max_step:       a bound on the length of each step in the Fisher metric, momentum included; None: no bound
-    fallback_limit: on the learning rate of Adam's steps where there is such a bound; None: no limit
+    damping:   of both sides
+    max_step:  a bound on the length of each step in the Fisher metric, momentum included; None: no bound
+    few:       whether to damp more where few observations are behind the statistics
     """
 
     def __init__(
-        self, damping: GivenDamping, max_step: float | None, fallback: Fallback, fallback_limit: float | None = None
+        self,
+        damping: Mapping[SideName, Damping],
+        max_step: float | None,
+        fallback: Fallback,
+        few: bool = False,
     ) -> None:
         self._damping = damping
+        self._few = few
         self._max_step = max_step
         self._fallback = fallback
-        self._fallback_limit = fallback_limit
         self._momentum = 0.0  # the largest that was given, before a scheduler changed it
         self._warned = False
         self.checks = max_step is not None
+
+    @classmethod
+    def of(cls, setup: Setup) -> FixedRate:
+        """BPRONG's steps are bounded by default."""
+        bound = setup.bound(MAX_STEP if setup.both_sides else None)
+        few = setup.has_default_damping and bound is not None
+        return cls(setup.damping(), bound, setup.options.fallback(FALLBACK_RATE), few)
 
     def check_group(self, group: Group) -> None:
         self._momentum = max(self._momentum, float(group["momentum"]))
 
     def damping(self, layer: Layer, side: Side) -> Damping:
-        return self._damping.of(side)
+        damping = self._damping[side.name]
+        return side.damping_for_few(damping) if self._few else damping
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         covered = layers.parameters
@@ -58,16 +75,15 @@ class FixedRate(StepRule):
         groups = gradients.groups
         rates = {p: float(group["lr"]) for p, group in groups.items()}
         differ = len(set(rates.values())) > 1
-        biases: list[BiasTerm] = []
-        directions = layers.steps(gradients.values, rates if differ else {}, biases)
-        units = layers.units(rates) if differ else rates
-        scale = self._scale(directions, units, biases, gradients, layers)
-        velocities = _make_(directions, units, scale, gradients)
+        natural = layers.natural_gradients(gradients.values, rates if differ else None)
+        common_rates = layers.common_rates(rates) if differ else rates
+        scale = self._scale(natural, common_rates, gradients)
+        velocities = _make_(natural, common_rates, scale, gradients)
         for layer in layers.values() if gradients.noted else ():
             if layer.weight in velocities:
-                unit = units[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
-                layer.step_norm = unit * norm(velocities[layer.weight], layer.linear.own)
-        others = {p: g for p, g in gradients.values.items() if p not in directions}
+                rate = common_rates[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
+                layer.step_norm = rate * norm(velocities[layer.weight], layer.linear.own)
+        others = {p: g for p, g in gradients.values.items() if p not in natural}
         if others:
             _decay_(others, groups)
             rates = {p: rates[p] * self._fallback_part(groups[p]) for p in others}
@@ -76,9 +92,9 @@ class FixedRate(StepRule):
 
     def _fallback_part(self, group: Group) -> float:
         """The part of a group's rate at which Adam's stays within its limit. A schedule lowers both."""
-        if self._max_step is None or self._fallback_limit is None:
+        if self._max_step is None:
             return 1.0
-        return min(1.0, self._fallback_limit / max(self._fallback.rate * _highest(group), 1e-300))
+        return min(1.0, MOST_FALLBACK / max(self._fallback.rate * _highest(group), 1e-300))
 
     def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
         """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""
@@ -93,14 +109,7 @@ class FixedRate(StepRule):
                 f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
             )
 
-    def _scale(
-        self,
-        directions: Mapping[Tensor, Tensor],
-        units: Mapping[Tensor, float],
-        biases: Sequence[BiasTerm],
-        gradients: Gradients,
-        layers: Layers,
-    ) -> float:
+    def _scale(self, natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
         """The factor that reduces a step to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
@@ -109,53 +118,38 @@ class FixedRate(StepRule):
         if self._max_step is None:
             self._warn_of_cycled_momentum(gradients)
             return 1.0
-        highest = {id(group): _highest(group) for group in gradients.groups.values()}
         groups = {id(group): group for group in gradients.groups.values()}
+        highest = {key: _highest(group) for key, group in groups.items()}
         scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
         if not scheduled:  # velocities advance as at a very small rate
-            units = {p: highest[id(group)] for p, group in gradients.groups.items()}
+            rates = {p: highest[id(group)] for p, group in gradients.groups.items()}
             scheduled = 1.0
         momentum = max([float(group["momentum"]) for group in groups.values()])
-        length = self._length(directions, units, biases, gradients, layers)
+        length = _length(natural, rates, gradients)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
-    def _length(
-        self,
-        directions: Mapping[Tensor, Tensor],
-        units: Mapping[Tensor, float],
-        biases: Sequence[BiasTerm],
-        gradients: Gradients,
-        layers: Layers,
-    ) -> float:
-        """√(ΔᵀFΔ) of the step Δ of the whitened parameters, which is η √(gᵀF⁻¹g); raises NotFiniteError.
 
-        With learning rates η_W and η_b of its own a layer adds, by its direction d_b as seen from the centre,
+def _length(natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
+    """√(ΔᵀFΔ) of the step Δ of the whitened parameters, which is η √(gᵀF⁻¹g); raises NotFiniteError.
 
-            η_W² (g_W − g_b cᵀ)·d_W + η_b² g_b·d_b  =  η_W (g·step) + η_b (η_b − η_W) g_b·d_b
-        """
-        values = gradients.values
-        pairs = [(values[p], d) for p, d in directions.items()]
-        pairs += [(g_b, d_b) for *_, g_b, d_b in biases]
-        others = [g for p, g in values.items() if p not in directions]
-        if gradients.sliced:
-            pairs = [(local(x), local(y)) for x, y in pairs]
-        numbers = products(pairs)
-        sizes = read(torch._foreach_norm(others)) if others and not gradients.checked else []
-        if not (gradients.checked or math.isfinite(sum(numbers) + sum(sizes))):
-            raise NotFiniteError
-        rates_differ = len(set(units.values())) > 1
-        weights = {layer.bias: units[layer.weight] for layer in layers.values()} if rates_differ else {}
-        squared = 0.0
-        for p, product in zip(directions, numbers, strict=False):
-            squared += units[p] * weights.get(p, units[p]) * product
-        squared = summed(squared, values.values()) if gradients.sliced else squared
-        corrections = [
-            eta_b * (eta_b - eta_W) * product
-            for (eta_W, eta_b, *_), product in zip(biases, numbers[len(directions) :], strict=True)
-        ]
-        if layers.sharding is not None and rates_differ:
-            corrections = layers.sharding.ranks.sums(1, lambda: [sum(corrections)])
-        return math.sqrt(max(squared + sum(corrections), 0.0))
+    Where a bias has another learning rate than its weight, this is an upper bound. With η the higher of both rates, and
+    r_W, r_b ≤ 1 relative to it, the layer's part is η² (r_W² a + r_b² b), where a and b, from W and from b, are not
+    negative, and the product of the gradients with the natural ones is r_W a + r_b b.
+    """
+    values = gradients.values
+    pairs = [(values[p], d) for p, d in natural.items()]
+    if gradients.sliced:
+        pairs = [(local(x), local(y)) for x, y in pairs]
+    numbers = products(pairs)
+    others = [g for p, g in values.items() if p not in natural]
+    sizes = read(torch._foreach_norm(others)) if others and not gradients.checked else []
+    if not (gradients.checked or math.isfinite(sum(numbers) + sum(sizes))):
+        raise NotFiniteError
+    squared = 0.0
+    for p, product in zip(natural, numbers, strict=True):
+        squared += rates[p] ** 2 * product
+    squared = summed(squared, values.values()) if gradients.sliced else squared
+    return math.sqrt(max(squared, 0.0))
 
 
 def _highest(group: Group) -> float:
@@ -166,23 +160,23 @@ def _highest(group: Group) -> float:
 
 
 def _make_(
-    directions: Mapping[Tensor, Tensor], units: Mapping[Tensor, float], scale: float, gradients: Gradients
+    natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], scale: float, gradients: Gradients
 ) -> dict[Tensor, Tensor]:
     """p ← (1 − η w) p − η v with v ← β v + d, for parameters with the same numbers together; gives v.
 
-    units: what the velocity of each parameter is multiplied by; scale: of the directions
+    rates: η, which a bias may have from its weight; scale: of the natural gradients d
     """
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-    for p in directions:
+    for p in natural:
         group = gradients.groups[p]
-        numbers = (units[p], group["momentum"], group["weight_decay"], group["lr"])
+        numbers = (rates[p], group["momentum"], group["weight_decay"], group["lr"])
         kinds.setdefault(numbers, []).append(p)
     velocities: dict[Tensor, Tensor] = {}
-    for (unit, beta, weight_decay, lr), parameters in kinds.items():
+    for (rate, beta, weight_decay, lr), parameters in kinds.items():
         if weight_decay:
             torch._foreach_mul_(parameters, 1 - float(lr) * weight_decay)
-        steps = [directions[p] if directions[p].dtype is p.dtype else directions[p].to(p.dtype) for p in parameters]
-        alpha = -unit
+        steps = [natural[p] if natural[p].dtype is p.dtype else natural[p].to(p.dtype) for p in parameters]
+        alpha = -rate
         if beta:
             steps = _advanced(parameters, steps, scale, beta, gradients.states)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -17,21 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.capture.batches import Batch
 from bprong.capture.coverage import fallback_reasons
 from bprong.capture.output import Head
-from bprong.capture.passes import Batches
+from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
-from bprong.checks import number, one_of, positive, takes_loss, unwrapped
+from bprong.checks import number, one_of, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted, without_autocast
 from bprong.distributed import ALIKE, Ranks
-from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
-from bprong.optim.advice import check_model, not_called, not_seen, warn_of_fallback, warn_of_untrained
+from bprong.optim.advice import check_model, warn_of_fallback, warn_of_untrained
 from bprong.optim.auto.step import Automatic
 from bprong.optim.checkpoint import (
     KEY,
@@ -44,22 +42,18 @@ from bprong.optim.checkpoint import (
 )
 from bprong.optim.fixed_rate import FixedRate
 from bprong.optim.options import Options
+from bprong.optim.refusal import Refusal
 from bprong.optim.report import Report, layer_row
-from bprong.optim.rules import GivenDamping, Gradients, Group, NotFiniteError, StepRule
-from bprong.optim.spectral import Spectral, SpectralDirection
-from bprong.sharding import is_sharded, local, reshard, summed
-from bprong.whitening.layer import PATIENCE, Layer
+from bprong.optim.rules import Gradients, Group, NotFiniteError, Setup, StepRule
+from bprong.optim.spectral import Spectral
+from bprong.sharding import is_sharded, reshard
+from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods, Schedule
-from bprong.whitening.side import SIDES, Side, SideName
+from bprong.whitening.side import Side, SideName
 
 StepKind = Literal["natural", "spectral"]
-SPECTRAL_DAMPING: Mapping[SideName, float | Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
-SPECTRAL_MOMENTUM = 0.9
-MAX_STEP = 0.1  # of natural steps at a fixed lr; docs/spectral.md has the rates that were tried
-LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
-MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 
 
 class BPRONG(Optimizer):
@@ -140,76 +134,45 @@ class BPRONG(Optimizer):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         check_model(model, type(self).__name__)
+        if isinstance(lr, str) and lr != "auto":
+            raise ValueError(f'lr must be a number or "auto", not {lr!r}')
+        if loss is None and (self._whitens_backward or lr == "auto"):
+            raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
+        spectral = one_of("step", step, get_args(StepKind)) == "spectral"
         wrapped = model
         model = unwrapped(wrapped, fully_sharded=True)
         self._ranks = Ranks.of(wrapped)
         self._sharded = is_sharded(model)
-        if isinstance(lr, str) and lr != "auto":
-            raise ValueError(f'lr must be a number or "auto", not {lr!r}')
-        spectral = one_of("step", step, get_args(StepKind)) == "spectral"
         self._options = Options.of(options)
-        if loss is None and (self._whitens_backward or lr == "auto"):
-            raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
         self._loss = declared_loss(loss)
-        dampings = [Damping.of(value) for value in (forward_damping, backward_damping) if value is not None]
-        if self._options.solver == "low-rank" and any(damping.relative_to == "variance" for damping in dampings):
-            raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
-        usual_momentum = SPECTRAL_MOMENTUM if spectral else 0.0
-        defaults = {
-            "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
-            "momentum": number("momentum", usual_momentum if momentum is None else momentum, 0, 1),
-            "weight_decay": number("weight_decay", weight_decay, 0),
-        }
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         self._head = Head(self._options.output, self._loss.functions)
-        self._rule = self._rule_of(lr == "auto", spectral, (forward_damping, backward_damping), max_step)
+        dampings: dict[SideName, float | Damping | None] = {"forward": forward_damping, "backward": backward_damping}
+        setup = Setup(
+            self._model, self._loss, self._head, self._options, dampings, self._default_damping, max_step,
+            self._whitens_backward, self._ranks,
+        )  # fmt: skip
+        self._rule: StepRule
+        if lr == "auto":
+            self._rule = Automatic.of(setup, spectral)
+        else:
+            self._rule = (Spectral if spectral else FixedRate).of(setup)
+        defaults = {
+            "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
+            "momentum": number("momentum", self._rule.momentum if momentum is None else momentum, 0, 1),
+            "weight_decay": number("weight_decay", weight_decay, 0),
+        }
         self._whitening = self._whitening_of(every)
-        self._batches = Batches(
+        self._recorder = Recorder(
             model, self._loss, self._head, self._whitening,
             self._rule.reads_every_batch, self._rule.reruns(0),
         )  # fmt: skip
-        self._refused = 0
-        self._loss_was_seen = False  # or what is to be said of it was said
+        self._refusal = Refusal()
         self._processes: int | None = None  # that made the steps so far
         self._started: float | None = None
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._attend()
-
-    def _rule_of(
-        self,
-        automatic: bool,
-        spectral: bool,
-        dampings: tuple[float | Damping | None, float | Damping | None],
-        max_step: float | Literal["auto"] | None,
-    ) -> StepRule:
-        """The step rule; dampings: those of both sides, None where the default holds."""
-        defaults = SPECTRAL_DAMPING if spectral else self._default_damping
-        damping = {
-            name: Damping.of(default if value is None else value)
-            for (name, default), value in zip(defaults.items(), dampings, strict=True)
-        }
-        all_default = dampings == (None, None)
-        if spectral and not automatic and max_step not in (None, "auto"):
-            raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
-        bound = MAX_STEP if self._whitens_backward and not (automatic or spectral) else None
-        if isinstance(max_step, str) and max_step != "auto":
-            raise ValueError(f'max_step must be a number above 0, "auto" or None, not {max_step!r}')
-        if max_step != "auto":
-            bound = None if max_step is None else positive("max_step", max_step)
-        options = self._options
-        direction = SpectralDirection(options.fallback(1.0), options.power) if spectral else None
-        if automatic:
-            likelihood = self._loss.likelihood
-            fixed = spectral or not all_default
-            return Automatic(
-                self._model, likelihood, options, damping, fixed, bound, self._head, direction, self._ranks,
-                self._loss.sums,
-            )  # fmt: skip
-        if direction is not None:
-            return Spectral(GivenDamping(damping, few=all_default), direction)
-        bounded_damping = GivenDamping(damping, few=all_default and bound is not None)
-        return FixedRate(bounded_damping, bound, options.fallback(0.1), MOST_FALLBACK)
 
     def _whitening_of(self, every: int | Periods | None) -> Whitening:
         rule = self._rule
@@ -254,7 +217,7 @@ class BPRONG(Optimizer):
             self._observed_step(gradients)
         elif self._plain_step(gradients):
             self._whitening.schedule.t += 1
-            self._batches.observed.clear()  # given although nothing was due
+            self._recorder.observed.clear()  # given although nothing was due
             self._wait()
         else:
             self._forget()
@@ -269,25 +232,25 @@ class BPRONG(Optimizer):
         with without_autocast(next(iter(gradients.values)).device.type):
             try:
                 checks = self._rule.checks and not self._sharded
-                if not (checks or self._acceptable(gradients)):
+                if not (checks or self._accepts(gradients)):
                     return False
                 self._rule.step_(replace(gradients, checked=False) if checks else gradients, whitening.layers)
             except NotFiniteError:
-                if not self._acceptable(gradients):
+                if not self._accepts(gradients):
                     return False
                 self._rule.step_(gradients, whitening.layers)
-        self._refused = 0
+        self._refusal.count = 0
         whitening.seconds["step"] += time.perf_counter() - start
         return True
 
     def _observed_step(self, gradients: Gradients) -> None:
         """A step for which something is measured, or whose batches the rule needs."""
-        self._batches.stop_watching()
+        self._recorder.stop_watching()
         size = None
         if self._rule.reads_every_batch and self._ranks.size == 1 and gradients.values:
-            size, factor = self._batches.scale.compare(gradients.values)
+            size, factor = self._recorder.scale.compare(gradients.values)
             gradients = replace(gradients, factor=factor)
-        if not self._acceptable(gradients, size):
+        if not self._accepts(gradients, size):
             if gradients.t == 0:
                 self._rule.prepare(gradients, self._whitening.layers)
                 for p in gradients.values:
@@ -319,7 +282,7 @@ class BPRONG(Optimizer):
         if measures:
             self._forget()
         else:
-            self._batches.forget()
+            self._recorder.forget()
             self._wait()
 
     def _gradients(self) -> Gradients:
@@ -353,13 +316,13 @@ class BPRONG(Optimizer):
         if self._ranks.size == 1:
             with_batches = self._with_batches(gradients)
             return replace(with_batches, any_batch=bool(with_batches.batches))
-        if self._rule.reads_every_batch and self._batches.scale.is_comparable is None and not self._sharded:
+        if self._rule.reads_every_batch and self._recorder.scale.is_comparable is None and not self._sharded:
             # Whoever averages gradients by hand does so after the norms were noted, which then differ between ranks.
-            sizes = self._ranks.table(1, lambda: [self._batches.scale.size()])
-            self._batches.scale.is_comparable = torch.allclose(sizes, sizes[:1], rtol=ALIKE)
+            sizes = self._ranks.table(1, lambda: [self._recorder.scale.size()])
+            self._recorder.scale.is_comparable = torch.allclose(sizes, sizes[:1], rtol=ALIKE)
         if self._rule.reads_every_batch:
             ranks = self._ranks if self._sharded else None
-            gradients = replace(gradients, factor=self._batches.scale.factor(gradients.values, ranks))
+            gradients = replace(gradients, factor=self._recorder.scale.factor(gradients.values, ranks))
         if not (self._whitening.measures or self._rule.communicates(gradients)):
             return replace(self._with_batches(gradients), any_batch=True)
         with_batches = gradients
@@ -374,58 +337,19 @@ class BPRONG(Optimizer):
 
     def _with_batches(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches behind them, if these are needed for this step."""
-        batches = self._batches.seen()
-        due = self._whitening.due and not self._whitening.recorded
-        reads = self._rule.reads_every_batch
-        if not batches and (reads or due):
-            raise TypeError(self._batches.unread) if self._batches.unread else RuntimeError(not_called(self._model))
-        batches = [batch for batch in batches if batch.output is None or batch.output.numel()]  # without empty ones
-        if (due or reads) and not self._loss_was_seen:
-            self._check_loss(batches)
-        shared = self._ranks.size > 1
-        if due or self._loss.sums:  # a mean of nothing is not finite
-            batches = [batch for batch in batches if batch.counts] or ([] if shared else batches)
+        is_due = self._whitening.due and not self._whitening.recorded
+        batches = self._recorder.take(
+            needed=is_due or self._rule.reads_every_batch,
+            counting=is_due or self._loss.sums,
+            shared=self._ranks.size > 1,
+        )
         if any(batch.targets is None or batch.targets.total is None for batch in batches):
             # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
             gradients = replace(gradients, factor=1.0)
         return replace(gradients, batches=batches)
 
-    def _check_loss(self, batches: Sequence[Batch]) -> None:
-        """If no call of the declared loss was seen: raises where its targets are needed, and otherwise warns, once."""
-        unknown = any(batch.targets is None and batch.output is not None for batch in batches)
-        reads = self._rule.reads_every_batch
-        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
-        expected = self._loss.functions if reads else self._loss.kind and not self._batches.observed
-        if unknown and expected:
-            message = not_seen(self._loss.name, self._batches.functions)
-            if reads:
-                raise RuntimeError(message)
-            warn(message)
-        self._loss_was_seen = True
-
-    def _acceptable(self, gradients: Gradients, size: float | None = None) -> bool:
-        """Whether gradients are finite and, at the first step, not all zero; size: the sum of their norms, if known."""
-        values = list(gradients.values.values())
-        if not values:
-            return False
-        if size is None:
-            size = float(_size([local(g) for g in values] if self._sharded else values))
-        if math.isfinite(summed(size, values) if self._sharded else size):
-            self._refused = 0
-            return gradients.t > 0 or summed(any(bool(local(g).any()) for g in values), values) > 0
-        bad = [
-            self._name_of(p) for p, g in gradients.values.items() if summed(float(not local(g).isfinite().all()), [g])
-        ]
-        if not bad:  # every number is finite, but the square of one overflows
-            return True
-        self._refused += 1
-        message = f"step {gradients.t} refused: the gradient of {', '.join(bad)} is not finite"
-        if self._refused >= PATIENCE:
-            raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
-        # Two in a row are not one bad batch but a bad step.
-        undone = self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
-        warn(f"{message}; {'the last update was undone' if undone else 'nothing was changed'}")
-        return False
+    def _accepts(self, gradients: Gradients, size: float | None = None) -> bool:
+        return self._refusal.accepts(gradients, self._name_of, self._rule.undo_, size)
 
     def _fallback(self) -> dict[Tensor, str]:
         """The parameters that are not whitened, with the reason."""
@@ -435,7 +359,7 @@ class BPRONG(Optimizer):
 
     def _forget(self) -> None:
         """After a step, whether it was made, undone or refused: forgets its batches, and prepares for the next."""
-        self._batches.forget()
+        self._recorder.forget()
         self._whitening.recorded.clear()
         self._attend()
 
@@ -454,8 +378,8 @@ class BPRONG(Optimizer):
         whitening = self._whitening
         self._observes = whitening.due or bool(whitening.unused) or self._rule.reads_every_batch
         if self._rule.reads_every_batch:
-            self._batches.keeps = self._rule.reruns(whitening.schedule.t)
-        listener = self._batches.listener
+            self._recorder.keeps = self._rule.reruns(whitening.schedule.t)
+        listener = self._recorder.listener
         if listener.wanted != self._observes:
             listener.listen(self._observes)
 
@@ -467,7 +391,7 @@ class BPRONG(Optimizer):
         For training in eval mode, for models that are called through a wrapper, and for fisher="empirical", which
         needs y.
         """
-        self._batches.observe(x, y)
+        self._recorder.observe(x, y)
 
     def recording(self) -> AbstractContextManager[Callable[..., None]]:
         """For models that are not called as model(x): measures a forward pass of your own.
@@ -554,16 +478,15 @@ class BPRONG(Optimizer):
 
 
 _OWN = (
-    "_batches",
+    "_recorder",
     "_head",
     "_loss",
-    "_loss_was_seen",
     "_model",
     "_observes",
     "_options",
     "_processes",
     "_ranks",
-    "_refused",
+    "_refusal",
     "_rule",
     "_sharded",
     "_takes_all",
@@ -574,18 +497,3 @@ _OWN = (
 def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
     """Puts a new factor into force."""
     layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
-
-
-def _size(gradients: list[Tensor]) -> Tensor:
-    """A number that is finite if all gradients are, unless it overflows: squared norms of long ones, else norms."""
-    sizes = []
-    others = []
-    for g in gradients:
-        if g.numel() > LONG_GRADIENT and g.is_contiguous() and not g.is_complex():
-            flat = g.view(-1)
-            sizes.append(torch.dot(flat, flat))
-        else:
-            others.append(g)
-    sizes += torch._foreach_norm(others) if others else []
-    device = gradients[0].device
-    return torch.stack([size.to(device, torch.float32) for size in sizes]).sum()

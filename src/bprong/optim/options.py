@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from bprong.capture.backprop import Fisher
 from bprong.capture.output import Key
 from bprong.checks import integer, number, one_of
 from bprong.linalg.blocks import MAX_DIM
 from bprong.optim.fallback import Fallback
-from bprong.optim.spectral import Power
 from bprong.whitening.schedule import Mode, Periods, Settings
 from bprong.whitening.side import Solver
 
+Power = Literal["half", "whole"]
 OVERHEAD = 0.1  # the share of run time to spend on statistics and factorisations, where no period is given
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bprong.capture.batches import Batch
+from bprong.capture.output import Head
+from bprong.checks import positive
+from bprong.distributed import Ranks
+from bprong.likelihood.loss import Loss
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.fallback import States
+from bprong.optim.options import Options
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import EARLY_PARTS, mixed
@@ -64,30 +69,58 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class GivenDamping:
-    """The damping that the user gave, or its default.
+class Setup:
+    """What a rule is made from.
 
-    by_side: of the inputs and of the errors
-    few:     whether to damp more where few observations are behind the statistics
+    dampings:    of the inputs and of the errors, as the user gave them; None: the default
+    default_damping: of natural steps
+    max_step:    the user's bound on the length of a step; "auto": the rule's default
+    both_sides:  whether errors are whitened too
     """
 
-    by_side: Mapping[SideName, Damping]
-    few: bool = False
+    model: nn.Module
+    loss: Loss
+    head: Head
+    options: Options
+    dampings: Mapping[SideName, float | Damping | None]
+    default_damping: Mapping[SideName, float | Damping]
+    max_step: float | Literal["auto"] | None
+    both_sides: bool
+    ranks: Ranks
 
-    def of(self, side: Side) -> Damping:
-        damping = self.by_side[side.name]
-        return side.damping_for_few(damping) if self.few else damping
+    @property
+    def has_default_damping(self) -> bool:
+        return all(damping is None for damping in self.dampings.values())
+
+    def damping(self, defaults: Mapping[SideName, float | Damping] | None = None) -> dict[SideName, Damping]:
+        """The damping of each side; defaults: where these are not those of natural steps."""
+        by_side = dict(self.default_damping if defaults is None else defaults)
+        by_side |= {name: damping for name, damping in self.dampings.items() if damping is not None}
+        dampings = {name: Damping.of(damping) for name, damping in by_side.items()}
+        if self.options.solver == "low-rank" and any(d.relative_to == "variance" for d in dampings.values()):
+            raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
+        return dampings
+
+    def bound(self, default: float | None) -> float | None:
+        """The bound on the length of a step; None: there is none."""
+        if self.max_step is None or self.max_step == "auto":
+            return None if self.max_step is None else default
+        if isinstance(self.max_step, str):
+            raise ValueError(f'max_step must be a number above 0, "auto" or None, not {self.max_step!r}')
+        return positive("max_step", self.max_step)
 
 
 class StepRule(ABC):
     """Turns the gradients of a step into a change of the parameters.
 
+    momentum:           its default
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
     early_parts:        parts of the first period after which they are measured too, of which a half is 2
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
     checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
     """
 
+    momentum: float = 0.0
     early_steps: tuple[int, ...] = ()
     early_parts: tuple[int, ...] = EARLY_PARTS
     reads_every_batch: bool = False
@@ -95,7 +128,7 @@ class StepRule(ABC):
 
     @property
     def kind(self) -> str:
-        """What a state is refused by, if it is that of another rule."""
+        """The name of the rule in checkpoints; a checkpoint of another rule is refused."""
         return type(self).__name__
 
     def reruns(self, t: int) -> bool:

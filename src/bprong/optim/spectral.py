@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,14 +23,16 @@ from bprong.linalg.factors import centred
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.directions import norm
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import GivenDamping, Gradients, Group, StepRule
+from bprong.optim.options import Power
+from bprong.optim.rules import Gradients, Group, Setup, StepRule
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.layers import Layers
-from bprong.whitening.side import Side
+from bprong.whitening.side import SIDES, Side, SideName
 
-Power = Literal["half", "whole"]
 AVERAGE = "gradient_average"  # its key in a parameter's state
 EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so that they need fewer refreshes at first
+MOMENTUM = 0.9
+DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
 
 
@@ -43,9 +45,30 @@ class SpectralDirection:
     rms:      the root mean square of a weight's step at lr=1; None: the formula as it is, s = 1
     """
 
+    name: ClassVar[str] = "spectral"
+    momentum: ClassVar[float] = MOMENTUM
+    early_steps: ClassVar[tuple[int, ...]] = ()
+    early_parts: ClassVar[tuple[int, ...]] = EARLY_PARTS
+    keeps_last_update: ClassVar[bool] = False  # an average of gradients takes its place
+
     fallback: Fallback
     power: Power = "half"
     rms: float | None = RMS
+
+    @classmethod
+    def of(cls, setup: Setup) -> SpectralDirection:
+        return cls(setup.options.fallback(1.0), setup.options.power)
+
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError if a group has no momentum, because a single gradient is too noisy for a spectral step."""
+        if not group["momentum"]:
+            raise ValueError('step="spectral" averages gradients: momentum must be above 0; the default is 0.9')
+
+    def by_kind(
+        self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
+    ) -> dict[str, dict[Tensor, Tensor]]:
+        """One direction, in which Adam's is contained."""
+        return {"whitened": self.steps(gradients, layers, rates)}
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         """Creates the states of the parameters."""
@@ -66,7 +89,7 @@ class SpectralDirection:
         steps = self.fallback.directions(others, gradients.states, rates)
         compute = partial(self._directions, layers, trained, rates)
         # A bias has a step of its own, and moves by what centring asks for at the rate of its weight.
-        for p, step in layers.by_parameter(averages, compute, {}).items():
+        for p, step in layers.by_parameter(averages, compute).items():
             steps[p] = steps[p] + step if p in steps else step
         return steps
 
@@ -113,17 +136,26 @@ class SpectralDirection:
 class Spectral(StepRule):
     """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
 
+    momentum = MOMENTUM
     early_parts = EARLY_PARTS
 
-    def __init__(self, damping: GivenDamping, direction: SpectralDirection) -> None:
+    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirection, few: bool = False) -> None:
         self._damping = damping
+        self._few = few
         self.direction = direction
 
+    @classmethod
+    def of(cls, setup: Setup) -> Spectral:
+        if setup.bound(None) is not None:
+            raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
+        return cls(setup.damping(DAMPING), SpectralDirection.of(setup), setup.has_default_damping)
+
     def check_group(self, group: Group) -> None:
-        check_momentum(group)
+        self.direction.check_group(group)
 
     def damping(self, layer: Layer, side: Side) -> Damping:
-        return self._damping.of(side)
+        damping = self._damping[side.name]
+        return side.damping_for_few(damping) if self._few else damping
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         self.direction.prepare(gradients, layers)
@@ -141,12 +173,6 @@ class Spectral(StepRule):
 
 
 SMALLEST = 1e-30  # a direction shorter than this is zero
-
-
-def check_momentum(group: Group) -> None:
-    """Raises ValueError if a group has no momentum, because a single gradient is too noisy for a spectral step."""
-    if not group["momentum"]:
-        raise ValueError('step="spectral" averages gradients: momentum must be above 0; the default is 0.9')
 
 
 def _moved(gradients: Gradients, layers: Layers) -> list[Layer]:

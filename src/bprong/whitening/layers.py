@@ -1,25 +1,33 @@
-"""The layers of a model by name, and their directions as those of whole parameters."""
+"""The layers of a model by name, and their natural gradients as those of whole parameters.
+
+    (RᵀR)(g_W − g_b cᵀ)(UᵀU)  and  (RᵀR) g_b        with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
+
+A product of small matrices takes less time than its call, so n layers of equal shape are treated as one layer of n
+groups: their factors are slices of one tensor (n, d, d). A layer that shares its shape with no other is a stack of one.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
+from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, inverses_of_equals
-from bprong.linalg.factors import Dense, Factor
+from bprong.linalg.factors import Dense, Factor, precondition
 from bprong.linalg.moments import Moments
 from bprong.sharding import Sharding
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.side import Side
-from bprong.whitening.stacks import Stack, equal, is_small, stacks_of
 
+Item = TypeVar("Item")
 Value = TypeVar("Value")
-BiasTerm = tuple[
-    float, float, Tensor, Tensor
-]  # the rates of W and of b, the gradient of b, and its direction seen from c
+Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
+Rates = Mapping[Tensor, float]  # learning rates by parameter
+
+STACKED_UP_TO = 96  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
 
 
 class Layers(dict[str, Layer]):
@@ -49,75 +57,70 @@ class Layers(dict[str, Layer]):
         """Whether this process has the factors of a layer."""
         return self.sharding is None or self.sharding.is_own(layer.name)
 
-    def steps(
-        self, gradients: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], biases: list[BiasTerm] | None = None
-    ) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients by parameter, in ordinary coordinates; to be subtracted, times `units(rates)`.
+    def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients by parameter, in ordinary coordinates.
 
-        rates:  the learning rate of each parameter, since a step of W moves b at the rate of W; empty: they are equal
-        biases: is filled with what `squared_length` needs of layers whose bias has another rate than their weight
+        rates: the learning rates, if they differ; the result is to be multiplied by `common_rates` of them
         """
-        return self.by_parameter(gradients, self.directions, rates, biases)
+        return self.by_parameter(gradients, self._preconditioned, rates)
 
-    def units(self, rates: Mapping[Tensor, float]) -> dict[Tensor, float]:
-        """The rate of each step. A bias whose own is zero has that of its weight, with which centring moves it."""
-        units = dict(rates)
+    def common_rates(self, rates: Rates) -> dict[Tensor, float]:
+        """The learning rates, where a weight and its bias have the higher one of both.
+
+        A step of W moves b by −ΔW c, at the rate of W, so that a step of b is not a multiple of its rate.
+        """
+        common = dict(rates)
         for layer in self.values():
-            if layer.bias is not None and _ratio(layer, rates) == math.inf:
-                units[layer.bias] = rates[layer.weight]
-        return units
+            if layer.bias in rates and layer.weight in rates:
+                rate = max(rates[layer.weight], rates[cast(Tensor, layer.bias)])
+                common[layer.weight] = rate
+                common[cast(Tensor, layer.bias)] = rate
+        return common
 
     def by_parameter(
-        self,
-        values: Mapping[Tensor, Tensor],
-        compute: Callable[[Mapping[Tensor, Tensor]], Mapping[Layer, WeightAndBias]],
-        rates: Mapping[Tensor, float],
-        biases: list[BiasTerm] | None = None,
+        self, values: Values, compute: Callable[[Values], Mapping[Layer, WeightAndBias]], rates: Rates | None = None
     ) -> dict[Tensor, Tensor]:
-        """Directions of layers as directions of whole parameters, of which several layers may have a part.
+        """What is computed of layers as values of whole parameters, of which several layers may have a part.
 
         values:   of the parameters, such as gradients
-        compute:  gives the directions of layers from them; each process does so for those that it has the factors of
+        compute:  gives that of layers from them; each process does so for those that it has the factors of
+        rates:    see `natural_gradients`
         """
-        directions: dict[Tensor, Tensor] = {}
+        into: dict[Tensor, Tensor] = {}
         sharding = self.sharding
         if sharding is not None:
             covered = self.parameters
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
-        for layer, (d_W, d_b) in compute(whole_values).items():
-            ratio = _ratio(layer, rates) if rates else 1.0
-            layer.write(d_W, d_b, directions, ratio)
-            if biases is not None and ratio != 1.0 and d_b is not None:
-                _, g_b = layer.gradients(whole_values)
-                biases.append((rates[layer.weight], rates[cast(Tensor, layer.bias)], cast(Tensor, g_b), d_b))
-        return directions if sharding is None else sharding.distributed(directions, values)
+        for layer, step in compute(whole_values).items():
+            d_W, d_b = step if rates is None else _at_rates(layer, *step, rates)
+            layer.write(d_W, d_b, into)
+        return into if sharding is None else sharding.distributed(into, values)
 
-    def directions(self, gradients: Mapping[Tensor, Tensor]) -> dict[Layer, WeightAndBias]:
-        """The preconditioned gradients of the layers that this process has the factors of."""
-        stacks = self.cached("stacks", self._own_stacks)
-        directions: dict[Layer, WeightAndBias] = {}
-        for stack in stacks:
-            directions |= stack.directions(gradients)
-        return directions
+    def _preconditioned(self, gradients: Values) -> dict[Layer, WeightAndBias]:
+        """The natural gradients of the layers that this process has the factors of."""
+        preconditioned: dict[Layer, WeightAndBias] = {}
+        for stack in self.cached("stacks", self._own_stacks):
+            preconditioned |= stack.precondition(gradients)
+        return preconditioned
 
     def _own_stacks(self) -> list[Stack]:
-        return stacks_of([layer for layer in self.values() if self.is_own(layer)])
+        shapes = {layer: _shape_of_small(layer) or layer for layer in self.values() if self.is_own(layer)}
+        return [Stack(equals) for equals in _equal(shapes)]
 
     def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
         """The exact factors of those of the sides that can be factored with others of the same shape."""
-        shapes = {
-            side: (side.blocks, layer.weight.dtype, layer.weight.device)
-            for side, (layer, _, damping) in sides.items()
-            if is_small(side) and damping.relative_to != "variance"
-        }
+        shapes = {}
+        for side, (layer, _, damping) in sides.items():
+            if _is_small(side) and damping.relative_to != "variance":
+                shapes[side] = (side.blocks, layer.weight.dtype, layer.weight.device)
         factors: dict[Side, Factor] = {}
-        for equals in equal(shapes):
+        for equals in _equal(shapes):
             if len(equals) == 1:
                 continue
             layers, moments, dampings = zip(*(sides[side] for side in equals), strict=True)
             like = layers[0].like
-            inverses = inverses_of_equals([own.second for own in moments], dampings, like.dtype)
+            inverses = inverses_of_equals([each.second for each in moments], dampings, like.dtype)
             for side, inverse in zip(equals, inverses, strict=False):  # none if they could not be factored together
                 factors[side] = Dense(inverse.to(like), side.blocks)
         return factors
@@ -126,9 +129,93 @@ class Layers(dict[str, Layer]):
         return {"_cache": {}, "sharding": None}
 
 
-def _ratio(layer: Layer, rates: Mapping[Tensor, float]) -> float:
-    """Of the learning rate of the weight to that of the bias; infinite if only the bias has a rate of zero."""
-    if layer.bias is None or layer.bias not in rates or layer.weight not in rates:
-        return 1.0
-    weight, bias = rates[layer.weight], rates[layer.bias]
-    return 1.0 if weight == bias else weight / bias if bias else math.inf
+class Stack:
+    """One layer, or several of equal shape.
+
+    left:  RᵀR of all of them; right: UᵀU; None: the identity
+    c:     their centres; None: nothing is centred
+    dtype: of the factors; None: there are none
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = layers
+        self.left = _shared_factor([layer.backward for layer in layers])
+        self.right = _shared_factor([layer.forward for layer in layers])
+        self.c = layers[0].c if len(layers) == 1 else _stacked([layer.c for layer in layers])
+        factor = self.left or self.right
+        self.dtype = None if factor is None else factor.dtype
+
+    def precondition(self, gradients: Values) -> dict[Layer, WeightAndBias]:
+        """The preconditioned gradients of each layer, the bias as seen from the centre c."""
+        if len(self.layers) == 1:
+            (layer,) = self.layers
+            g_W, g_b = layer.gradients(gradients)
+            self._follow_dtype(g_b if g_W is None else g_W)
+            return {layer: precondition(self.left, self.right, self.c, g_W, g_b)}
+        weights, biases = zip(*(layer.gradients(gradients) for layer in self.layers), strict=True)
+        if None in weights or (None in biases and any(g is not None for g in biases)):  # they differ in what they have
+            singles: dict[Layer, WeightAndBias] = {}
+            for layer in self.layers:
+                singles |= Stack([layer]).precondition(gradients)
+            return singles
+        self._follow_dtype(weights[0])
+        d_W, d_b = precondition(self.left, self.right, self.c, _stacked(weights), _stacked(biases))
+        steps_of_biases = [None] * len(self.layers) if d_b is None else d_b
+        return dict(zip(self.layers, zip(cast(Tensor, d_W), steps_of_biases, strict=True), strict=True))
+
+    def _follow_dtype(self, gradient: Tensor | None) -> None:
+        """Converts the factors if the gradient has another precision than they, because the model was converted."""
+        if gradient is None or self.dtype is None or gradient.dtype is self.dtype:
+            return
+        for layer in self.layers:
+            layer.convert(gradient.dtype)
+        self.__init__(self.layers)  # type: ignore[misc]
+
+
+def _at_rates(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, rates: Rates) -> WeightAndBias:
+    """The step of a layer, relative to the higher learning rate of its weight and its bias."""
+    if d_W is None or d_b is None:
+        return d_W, d_b
+    eta_W = rates[layer.weight]
+    eta_b = rates[cast(Tensor, layer.bias)]
+    highest = max(eta_W, eta_b)
+    return (d_W, d_b) if eta_W == eta_b else (d_W * (eta_W / highest), d_b * (eta_b / highest))
+
+
+def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:
+    """The items of equal shape together."""
+    groups: dict[object, list[Item]] = {}
+    for item, shape in shapes.items():
+        groups.setdefault(shape, []).append(item)
+    return list(groups.values())
+
+
+def _is_small(side: Side) -> bool:
+    return not side.blocks.lead and side.blocks.size <= STACKED_UP_TO and side.solver in ("auto", "exact")
+
+
+def _shape_of_small(layer: Layer) -> object:
+    """What layers have in common that can share their products; None for a layer that cannot share them."""
+    both = (layer.forward, layer.backward)
+    if len(layer.linear.shape) != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
+        return None
+    shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
+    return shape, tuple(side.factor is None for side in both), layer.c is None
+
+
+def _shared_factor(sides: Sequence[Side]) -> Factor | None:
+    """The factors as one of several groups; the sides' own become slices of it, so that they are kept once."""
+    if len(sides) == 1:
+        return sides[0].factor
+    inverses = _stacked([cast(Dense, side.factor).inverse for side in sides if side.factor is not None])
+    if inverses is None:
+        return None
+    for side, inverse in zip(sides, inverses, strict=True):
+        side.factor = Dense(inverse, side.blocks)
+    return Dense(inverses, Blocks(sides[0].blocks.size, groups=len(sides)))
+
+
+def _stacked(tensors: Iterable[Tensor | None]) -> Tensor | None:
+    """The tensors as one; None if they are None."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present) if present else None

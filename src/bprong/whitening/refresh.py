@@ -20,9 +20,9 @@ from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.measure import LayerMoments, measure, merged, record, with_gradient, without_errors
 from bprong.capture.output import Head, Output
-from bprong.capture.own_pass import own_pass, random_numbers
+from bprong.capture.own_pass import random_numbers
 from bprong.capture.weights import WeightMatrix
-from bprong.contexts import without_autocast
+from bprong.contexts import own_pass, without_autocast
 from bprong.distributed import ALONE, Ranks
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.loss import Loss

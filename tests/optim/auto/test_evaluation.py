@@ -15,11 +15,11 @@ from automatic import auto
 from bprong import WhiteningWarning
 from bprong.capture.batches import Batch, Subset
 from bprong.capture.output import Head
-from bprong.capture.passes import Batches
+from bprong.capture.recorder import Recorder
 from bprong.likelihood.loss import declared_loss
 from bprong.likelihood.targets import Targets
 from bprong.optim.auto import evaluation
-from bprong.optim.auto.evaluation import evaluate, evaluated_counts
+from bprong.optim.auto.evaluation import LossModel, evaluated_counts
 from bprong.optim.auto.settings import SETTINGS
 from helpers import assert_unchanged, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches
@@ -265,7 +265,7 @@ def test_a_batch_that_cannot_be_divided_is_evaluated_whole_with_one_warning(made
         model, optimizer = undivided(made, 6)
     assert any("cannot be run on a subset of a batch" in str(one.message) for one in warned)
     assert len([one for one in warned if "not whitened" not in str(one.message)]) == 1
-    assert optimizer._rule.rule.forward_mode
+    assert optimizer._rule.loss_model.forward_mode
     monkeypatch.setattr(evaluation, "SETTINGS", replace(SETTINGS, evaluated_least=1000))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WhiteningWarning)  # that an LSTM is not whitened
@@ -282,7 +282,7 @@ def test_a_subset_that_fails_is_distinguished_from_missing_forward_mode_ad():
     assert "jvp" in forward_mode
     assert "cannot be run on a subset" in subset
     assert "out of bounds" in subset
-    assert optimizer._rule.rule.everything
+    assert optimizer._rule.loss_model.everything
 
 
 @pytest.mark.parametrize("t", [1, 2, 5])
@@ -295,7 +295,7 @@ def test_a_checkpoint_remembers_that_batches_cannot_be_divided(t):
         resumed, again = undivided(graph, 8 - t, resume=state)
     assert len(warned) == 2
     assert_unchanged(snapshot(model), snapshot(resumed))
-    assert again._rule.rule.everything
+    assert again._rule.loss_model.everything
 
 
 def test_an_error_on_the_whole_batch_is_raised():
@@ -317,7 +317,7 @@ def test_an_error_on_the_whole_batch_is_raised():
     model.refuses = True
     with pytest.raises(LookupError, match="not today"):
         run(model, optimizer, data)
-    assert not optimizer._rule.rule.everything
+    assert not optimizer._rule.loss_model.everything
 
 
 @pytest.mark.parametrize(("size", "parts"), [(63, 2), (9, 8), (65, 1), (1, 3)])
@@ -331,7 +331,7 @@ def test_batch_norm_is_never_evaluated_on_a_single_example(size, parts):
         for xb, yb in zip(x.split(size), y.split(size), strict=True):
             F.cross_entropy(model(xb), yb).div(parts).backward()
         optimizer.step()
-    assert not optimizer._rule.rule.everything
+    assert not optimizer._rule.loss_model.everything
 
 
 # The user's loss on a part of a batch ---------------------------------------------------------------------------------
@@ -358,14 +358,14 @@ def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(
     model = mlp(5, 6, 4)
     x = torch.randn(100, 5, dtype=torch.float64)
     declared = declared_loss(loss)
-    kept = Batches(model, declared, Head(None, declared.functions))
+    kept = Recorder(model, declared, Head(None, declared.functions))
     f = model(x)
     loss(f, y).backward()
     (batch,) = kept.seen()
     if observed:
         batch = Batch(x, f.detach(), targets=Targets.observed(declared, y))
     direction = {p: torch.randn_like(p) for p in model.parameters()}
-    found = evaluate(model, [batch], [direction], declared.likelihood, 0, everything=False, forward_mode=True)
+    found = LossModel(model, declared.likelihood).evaluate([direction], [batch], seed=0)
     ignored = int((y == -100).sum())
     count = math.ceil(SETTINGS.evaluated_least * 100 / (100 - ignored))
     assert found.part == count / 100

@@ -12,7 +12,7 @@ from bprong.capture.batches import Subset, copied
 from bprong.capture.own_pass import Arguments, recorded_run
 from bprong.likelihood.families import Likelihood
 from bprong.likelihood.loss import declared_loss
-from bprong.optim.auto.linearized import curvature, linearized, output_of
+from bprong.optim.auto.linearized import Rerun, curvature, linearized
 from helpers import SelfAttention, assert_close, assert_unchanged, classification, mlp, snapshot
 
 
@@ -125,9 +125,9 @@ NETWORKS = {
 def test_derivatives_are_those_of_the_jacobian(name, forward_mode):
     model, x = NETWORKS[name]()
     directions = directions_of(model)
-    found = linearized(model, x, directions, seed=3, forward_mode=forward_mode)
+    found = linearized(Rerun(model, x, 3), directions, forward_mode)
     assert (found.refused is None) == forward_mode
-    assert_close(found.output, output_of(model, x, seed=3), 0 if not forward_mode else 1e-14)
+    assert_close(found.output, Rerun(model, x, 3)(), 0 if not forward_mode else 1e-14)
     exact = 1e-11 if forward_mode else 1e-7  # ε^⅔ = 4e-11 and the size of third derivatives
     for along, direction in zip(found.along, directions, strict=True):
         assert_close(along, by_jacobian(model, x, direction, seed=3), exact)
@@ -138,11 +138,10 @@ def test_single_precision_is_close_to_double(forward_mode):
     model = mlp(20, 30, 10)
     x = rows(50, 20)
     directions = directions_of(model)
-    exact = linearized(model, x, directions, seed=0).along
+    exact = linearized(Rerun(model, x, 0), directions).along
     model.float()
-    found = linearized(
-        model, x.float(), [dict(zip(model.parameters(), d.values(), strict=True)) for d in directions], 0, forward_mode
-    )
+    directions = [dict(zip(model.parameters(), d.values(), strict=True)) for d in directions]
+    found = linearized(Rerun(model, x.float(), 0), directions, forward_mode)
     for ours, theirs in zip(found.along, exact, strict=True):
         assert_close(ours, theirs, 1e-5 if forward_mode else 1e-3)
 
@@ -169,13 +168,13 @@ def test_finite_differences_are_used_for_an_operator_without_forward_mode_ad():
     directions = directions_of(model)
     before = snapshot(model)
     random = torch.random.get_rng_state()
-    found = linearized(model, x, directions, seed=1)
+    found = linearized(Rerun(model, x, 1), directions)
     assert "jvp" in found.refused
     for along, direction in zip(found.along, directions, strict=True):
         assert_close(along, by_jacobian(model, x, direction, seed=1), 1e-7)
     assert_unchanged(before, snapshot(model))
     assert torch.equal(random, torch.random.get_rng_state())
-    again = linearized(model, x, directions, seed=1, forward_mode=False)
+    again = linearized(Rerun(model, x, 1), directions, forward_mode=False)
     assert_close(again.along[0], found.along[0], 0)
 
 
@@ -184,17 +183,17 @@ def test_the_lengths_of_directions_do_not_matter():
     x = rows(6, 3)
     (d,) = directions_of(model, 1)
     for scale in (1e-8, 1e8, 0.0):
-        (along,) = linearized(model, x, [{p: scale * v for p, v in d.items()}], 0, forward_mode=False).along
-        assert_close(along, scale * linearized(model, x, [d], 0).along[0], 1e-7)
+        (along,) = linearized(Rerun(model, x, 0), [{p: scale * v for p, v in d.items()}], forward_mode=False).along
+        assert_close(along, scale * linearized(Rerun(model, x, 0), [d]).along[0], 1e-7)
 
 
 def test_a_direction_may_name_some_parameters_only_and_there_may_be_no_direction():
     model = mlp(3, 5, 2)
     x = rows(6, 3)
     d = torch.randn_like(model[2].bias)
-    found = linearized(model, x, [{model[2].bias: d}], 0)
+    found = linearized(Rerun(model, x, 0), [{model[2].bias: d}])
     assert_close(found.along[0], d.expand(6, 2), 1e-14)
-    nothing = linearized(model, x, [], 0)
+    nothing = linearized(Rerun(model, x, 0), [])
     assert nothing.along == ()
     assert nothing.refused is None
     assert_close(nothing.output, model(x), 0)
@@ -203,9 +202,9 @@ def test_a_direction_may_name_some_parameters_only_and_there_may_be_no_direction
 def test_errors_of_the_model_itself_are_raised():
     model = mlp(3, 5, 2)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        linearized(model, rows(4, 7), directions_of(model), 0)
+        linearized(Rerun(model, rows(4, 7), 0), directions_of(model))
     with pytest.raises(ValueError, match="the batch is empty"):
-        linearized(model, rows(0, 3), directions_of(model), 0)
+        linearized(Rerun(model, rows(0, 3), 0), directions_of(model))
 
 
 @pytest.mark.parametrize("forward_mode", [True, False])
@@ -218,15 +217,15 @@ def test_a_linearization_leaves_no_trace(forward_mode, training):
     model.train(training)
     before = snapshot(model)
     random = torch.random.get_rng_state()
-    (kept,) = optimizer._batches.reached
+    (kept,) = optimizer._recorder.reached
     gradients = [p.grad.clone() for p in model.parameters()]
     buffers = dict(model.named_buffers())
     modes = [m.training for m in model.modules()]
     batch = x.clone()
-    linearized(model, x, ones_of(model), seed=1, forward_mode=forward_mode)
+    linearized(Rerun(model, x, 1), ones_of(model), forward_mode)
     assert_unchanged(before, snapshot(model))
     assert torch.equal(random, torch.random.get_rng_state())
-    assert optimizer._batches.reached == [kept]
+    assert optimizer._recorder.reached == [kept]
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert [m.training for m in model.modules()] == modes
@@ -247,7 +246,7 @@ def test_a_pass_that_fails_leaves_no_trace():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Failing())
     before = snapshot(model)
     with pytest.raises(LookupError, match="no"):
-        linearized(model, rows(6, 3), directions_of(model), 0)
+        linearized(Rerun(model, rows(6, 3), 0), directions_of(model))
     assert_unchanged(before, snapshot(model))
     with torch.autograd.forward_ad.dual_level():  # the tangents were removed with their level
         assert all(torch.autograd.forward_ad.unpack_dual(p).tangent is None for p in model.parameters())
@@ -268,7 +267,7 @@ def test_directions_see_the_same_random_numbers_and_buffers():
 
     model = Moody()
     (d,) = directions_of(model, 1)
-    one, two = linearized(model, rows(6, 3), [d, d], seed=4).along
+    one, two = linearized(Rerun(model, rows(6, 3), 4), [d, d]).along
     assert torch.equal(one, two)
     assert (one == 0).any()
 
@@ -277,9 +276,9 @@ def test_autocast_does_not_matter():
     model = mlp(3, 5, 2, dtype=torch.float32)
     x = rows(6, 3).float()
     directions = directions_of(model)
-    plain = linearized(model, x, directions, 0)
+    plain = linearized(Rerun(model, x, 0), directions)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_close(linearized(model, x, directions, 0).along[0], plain.along[0], 0)
+        assert_close(linearized(Rerun(model, x, 0), directions).along[0], plain.along[0], 0)
 
 
 def test_batches_of_several_structures_and_subsets_of_them():
@@ -297,9 +296,9 @@ def test_batches_of_several_structures_and_subsets_of_them():
     directions = directions_of(model)
     expected = by_jacobian(model.layer, 2 * x, directions[0], 0)
     for batch in ((x, scale), {"x": x, "scale": scale}, Arguments((x,), {"scale": scale})):
-        assert_close(linearized(model, batch, directions, 0).along[0], expected, 1e-12)
+        assert_close(linearized(Rerun(model, batch, 0), directions).along[0], expected, 1e-12)
     part = copied((x, scale), Subset(3, 6), torch.float64)
-    assert_close(linearized(model, part, directions, 0).along[0], expected[::2], 1e-12)
+    assert_close(linearized(Rerun(model, part, 0), directions).along[0], expected[::2], 1e-12)
 
 
 # dᵀ F d ---------------------------------------------------------------------------------------------------------------
@@ -316,7 +315,8 @@ def test_products_are_those_of_the_exact_fisher_matrix(choice):
     model = mlp(4, 5, 3)
     x, _ = classification(12, 4, 3)
     directions = directions_of(model, 3)
-    found = curvature(model, linearized(model, x, directions, 0), declared_loss(choice).likelihood, seed=0)
+    run = Rerun(model, x, 0)
+    found = curvature(linearized(run, directions), run, declared_loss(choice).likelihood)
     D = torch.stack([as_vector(model, d) for d in directions])
     G = fisher_matrices(fisher_factors(model, x, choice))["exact"]
     assert found.dtype is torch.float64
@@ -329,8 +329,10 @@ def test_ignored_targets_are_not_in_the_average():
     counted = torch.rand(6, 5) < 0.5
     directions = directions_of(model)
     likelihood = declared_loss("cross_entropy").likelihood
-    ours = curvature(model, linearized(model, x, directions, 0), likelihood, 0, counted)
-    theirs = curvature(model, linearized(model, x[counted], directions, 0), likelihood, 0)
+    run = Rerun(model, x, 0)
+    ours = curvature(linearized(run, directions), run, likelihood, counted)
+    run = Rerun(model, x[counted], 0)
+    theirs = curvature(linearized(run, directions), run, likelihood)
     assert_close(ours, theirs, 1e-12)
 
 
@@ -344,9 +346,9 @@ def test_drawn_targets_depend_on_the_seed_alone_and_leave_no_trace():
 
     model = mlp(4, 5, 3)
     x = rows(6, 4)
-    found = linearized(model, x, directions_of(model), 0)
+    found = linearized(Rerun(model, x, 0), directions_of(model))
     random = torch.random.get_rng_state()
-    one, same, other = (curvature(model, found, Laplace(), seed) for seed in (1, 1, 2))
+    one, same, other = (curvature(found, Rerun(model, x, seed), Laplace()) for seed in (1, 1, 2))
     assert torch.equal(random, torch.random.get_rng_state())
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -354,6 +356,7 @@ def test_drawn_targets_depend_on_the_seed_alone_and_leave_no_trace():
 
 def test_an_output_that_does_not_fit_the_likelihood_is_refused():
     model = mlp(4, 1)
-    found = linearized(model, rows(6, 4), directions_of(model), 0)
+    run = Rerun(model, rows(6, 4), 0)
+    found = linearized(run, directions_of(model))
     with pytest.raises(ValueError, match="declare nn.BCEWithLogitsLoss"):
-        curvature(model, found, declared_loss("cross_entropy").likelihood, 0)
+        curvature(found, run, declared_loss("cross_entropy").likelihood)

@@ -62,7 +62,7 @@ def test_attention_batch_norm_and_dropout_use_forward_mode_ad(made):
         optimizer.zero_grad()
         F.cross_entropy(model(xb).flatten(0, -2), yb.flatten()).backward()
         optimizer.step()
-    assert optimizer._rule.rule.forward_mode
+    assert optimizer._rule.loss_model.forward_mode
 
 
 class Tanh(torch.autograd.Function):
@@ -220,7 +220,7 @@ def test_a_compiled_model_takes_the_same_path():
     optimizer = auto(compiled)
     train(compiled, optimizer, batches(*DATA, 20, 10))
     assert_unchanged(snapshot(model), snapshot(other))
-    assert optimizer._rule._model is other  # evaluations run the model as it was written
+    assert optimizer._rule.loss_model._model is other  # evaluations run the model as it was written
 
 
 @pytest.mark.parametrize("size", quick_cases([1, 2], 1))

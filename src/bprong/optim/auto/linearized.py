@@ -22,7 +22,8 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bprong.capture.output import Head, laid_out
-from bprong.capture.own_pass import own_pass, random_numbers, recorded_run
+from bprong.capture.own_pass import random_numbers, recorded_run
+from bprong.contexts import own_pass
 from bprong.likelihood.families import Likelihood
 from bprong.optim.directions import Direction
 
@@ -39,7 +40,8 @@ class Linearized:
     refused: str | None = None
 
 
-def output_of(model: nn.Module, x: Any, seed: int, class_dim: int | None = None, head: Head | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Rerun:
     """The output on x at the current parameters: detached, eager, without autocast, with dropout drawn from the seed.
 
     class_dim: see `output.laid_out`
@@ -47,37 +49,38 @@ def output_of(model: nn.Module, x: Any, seed: int, class_dim: int | None = None,
 
     Attention uses no fused kernels, because these have no forward-mode AD.
 
-    >>> model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
-    >>> bool(output_of(model, torch.ones(4, 3), seed=1).equal(output_of(model, torch.ones(4, 3), seed=1)))
+    >>> run = Rerun(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), torch.ones(4, 3), seed=1)
+    >>> bool(run().equal(run()))
     True
     """
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for device in {parameter.device.type for parameter in model.parameters()}:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        parts, _ = stack.enter_context(recorded_run(model, [], x, seed, errors=False, head=head))
-        return laid_out(parts, class_dim)
+
+    model: nn.Module
+    x: Any
+    seed: int
+    class_dim: int | None = None
+    head: Head | None = None
+
+    def __call__(self) -> Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            for device in {parameter.device.type for parameter in self.model.parameters()}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            parts, _ = stack.enter_context(
+                recorded_run(self.model, [], self.x, self.seed, errors=False, head=self.head)
+            )
+            return laid_out(parts, self.class_dim)
 
 
-def linearized(
-    model: nn.Module,
-    x: Any,
-    directions: Sequence[Direction],
-    seed: int,
-    forward_mode: bool = True,
-    class_dim: int | None = None,
-    head: Head | None = None,
-) -> Linearized:
-    """The output on x and J d for each direction, with the same random numbers and buffers for all.
+def linearized(run: Rerun, directions: Sequence[Direction], forward_mode: bool = True) -> Linearized:
+    """The output on a batch and J d for each direction, with the same random numbers and buffers for all.
 
     forward_mode: whether to try forward-mode AD; trying it in vain takes the time of half a pass
-    class_dim, head: see `output_of`
 
     >>> layer = nn.Linear(2, 1)
-    >>> linearized(layer, torch.tensor([[1.0, 2.0]]), [{layer.weight: torch.tensor([[1.0, 10.0]])}], seed=0).along[0]
+    >>> run = Rerun(layer, torch.tensor([[1.0, 2.0]]), seed=0)
+    >>> linearized(run, [{layer.weight: torch.tensor([[1.0, 10.0]])}]).along[0]
     tensor([[21.]])
     """
-    run = functools.partial(output_of, model, x, seed, class_dim, head)
     refused: str | None = "forward-mode AD was not requested"
     if forward_mode and directions:
         try:
@@ -92,19 +95,17 @@ def linearized(
     return Linearized(run(), along, refused if directions else None)
 
 
-def curvature(
-    model: nn.Module, found: Linearized, likelihood: Likelihood, seed: int, counted: Tensor | None = None
-) -> Tensor:
+def curvature(network: Linearized, run: Rerun, likelihood: Likelihood, counted: Tensor | None = None) -> Tensor:
     """dᵢᵀ F dⱼ, averaged over the targets that the loss counts: (k, k), float64.
 
-    counted: which targets those are, without the output's last dimension; None: all
-    seed:    for a user-defined likelihood without roots, whose targets are drawn
+    run:     what was linearized; its seed is that of the targets that are drawn for a likelihood without roots
+    counted: which targets count, without the output's last dimension; None: all
     """
-    likelihood.check(found.output)
-    counted = likelihood.counted(found.output, counted)
-    with random_numbers(model, seed):
-        products = likelihood.fisher_products(found.output, found.along, counted)
-    return products / (likelihood.targets(found.output) if counted is None else int(counted.sum()))
+    likelihood.check(network.output)
+    counted = likelihood.counted(network.output, counted)
+    with random_numbers(run.model, run.seed):
+        products = likelihood.fisher_products(network.output, network.along, counted)
+    return products / (likelihood.targets(network.output) if counted is None else int(counted.sum()))
 
 
 def _dual(run: Callable[[], Tensor], direction: Direction) -> tuple[Tensor, Tensor]:

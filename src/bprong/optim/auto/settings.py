@@ -84,8 +84,6 @@ class AutoState:
     evaluate_until   the step until which all are evaluated
     period           steps between evaluations that `evaluate_share` asks for; None: not known yet
     scale            of the user's loss relative to the mean −log p of a target
-    everything       whether the model cannot be run on a subset of a batch
-    forward_mode     whether forward-mode AD is available
     """
 
     lam: float = SETTINGS.initial_lambda
@@ -107,5 +105,3 @@ class AutoState:
     evaluate_until: int = SETTINGS.evaluate_every
     period: int | None = None
     scale: float = 1.0
-    everything: bool = False
-    forward_mode: bool = True

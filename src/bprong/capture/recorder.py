@@ -1,0 +1,441 @@
+"""The training calls of a model between two optimizer steps, followed from their forward pass to their backward pass.
+
+forward   The hooks of the model record the calls of the weights that are to be measured, if there are any.
+loss      The calls of the loss function that are given the output show its targets.
+backward  When the user's backward pass arrives at the output, the recorded calls are measured on its graph. Calls that
+          are never back-propagated do not count.
+step      The batches whose gradients are in `.grad` are used and forgotten.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from bprong.capture.advice import not_called, not_seen
+from bprong.capture.batches import Batch, examples
+from bprong.capture.calls import Calls, nodes_behind, recorded_calls
+from bprong.capture.gradient_scale import GradientScale
+from bprong.capture.listener import Guard, Listener
+from bprong.capture.losses import Watch
+from bprong.capture.measure import LayerMoments, gathered
+from bprong.capture.output import TO_THE_LOSS, Head, Output
+from bprong.capture.own_pass import Arguments, recorded_run
+from bprong.capture.tape import Tape, place_of, with_targets
+from bprong.capture.weights import WeightMatrix
+from bprong.contexts import Uninterrupted, is_own_pass
+from bprong.errors import warn
+from bprong.likelihood.loss import Loss
+from bprong.likelihood.targets import LossCall, Targets
+from bprong.sharding import is_sharded, leaves, local
+
+
+class Meter(Protocol):
+    """Measures recorded calls.
+
+    given: the parameters that are trained
+    """
+
+    given: set[Tensor]
+
+    def weights(self) -> list[WeightMatrix]:
+        """The weights to record in a forward pass that begins; none: nothing is to be measured."""
+
+    def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> Mapping[str, LayerMoments]:
+        """The moments of recorded calls that led to an output; index: of the batch, since the last step."""
+
+
+class Recorder:
+    """The batches a model was trained on since the last optimizer step.
+
+    model:     the root module as the user calls it, compiled or not; it has hooks while this object lives
+    loss:      the declared loss; if it is a module, that has a hook too
+    head:      finds the output that the loss is computed from
+    meter:     measures the calls of the model's weights; None: nothing is measured
+    reads:     whether the targets of every batch are needed, even if nothing is measured
+    keeps:     whether the arguments of calls are kept until the next step
+    observed:  the batches given by `observe`, which are measured instead of the calls
+    scale:     compares gradients at the end of backward passes with those at the step
+
+    Copies and pickles contain no batches and put hooks of their own on their model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        head: Head,
+        meter: Meter | None = None,
+        reads: bool = True,
+        keeps: bool = True,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.head = head
+        self.meter = meter
+        self.reads = reads
+        self.keeps = keeps
+        self.observed: list[tuple[Any, Tensor | None]] = []
+        self.reached: list[Tape] = []
+        self.scale = GradientScale()
+        self.last_loss: LossCall | None = None
+        self._no_output: str | None = None  # why no output was found in what the model returned
+        self._loss_was_seen = False  # or what is to be said of it was said
+        self._leaves = leaves(model) if is_sharded(model) else []
+        self._loss_is_inside = True  # until a call shows otherwise
+        self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
+        self._changes_input: bool | None = None  # whether the model writes to what it is called with; None: not known
+        self.listener = Listener(self)
+        self._watch = Watch(partial(_note, weakref.ref(self)))
+        weakref.finalize(self, self._watch.stop)
+
+    def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...]]:
+        return Recorder, (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
+
+    def stop_watching(self) -> None:
+        """Look at calls of loss functions no longer, until the model is called again."""
+        self._watch.stop()
+
+    def observe(self, x: Any, y: Tensor | None = None) -> None:
+        """Measure this batch at the next step, instead of the calls of the model."""
+        self.observed.append((x, y))
+
+    def forget(self) -> None:
+        """Forget all batches: they were used, or the step was refused."""
+        self._watch.stop()
+        self.last_loss = None
+        self.observed.clear()
+        for tape in self.reached:
+            tape.release()
+        self.reached.clear()
+        self.listener.compiled = None
+
+    # Batches ----------------------------------------------------------------------------------------------------------
+
+    def take(self, needed: bool, counting: bool, shared: bool) -> list[Batch]:
+        """The batches since the last step, without empty ones.
+
+        needed:    raise an error if there is none, or if the declared loss was not seen and its targets are needed
+        counting:  those of them whose loss counts any of its targets, since a mean of nothing is not finite
+        shared:    whether other processes may have such batches if this one has none
+        """
+        batches = self.seen()
+        if needed and not batches:
+            raise TypeError(self._no_output) if self._no_output else RuntimeError(not_called(self.model))
+        batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
+        if needed and not self._loss_was_seen:
+            self._check_loss(batches)
+        if not counting:
+            return batches
+        return [batch for batch in batches if batch.counts] or ([] if shared else batches)
+
+    def _check_loss(self, batches: Sequence[Batch]) -> None:
+        """If no call of the declared loss was seen: raises where its targets are needed, and otherwise warns, once."""
+        is_unknown = any(batch.targets is None and batch.output is not None for batch in batches)
+        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
+        expected = self.loss.functions if self.reads else self.loss.kind and not self.observed
+        if is_unknown and expected:
+            functions = {f"F.{call.function}" for tape in self.reached for call in tape.losses}
+            message = not_seen(self.loss.name, functions)
+            if self.reads:
+                raise RuntimeError(message)
+            warn(message)
+        self._loss_was_seen = True
+
+    def seen(self) -> list[Batch]:
+        """The batches since the last step: those observed or, without any, the calls that a backward pass reached.
+
+        As many calls as observed batches have the gradients of these.
+        """
+        if self.keeps and not self.observed and any(tape.is_changed for tape in self.reached):
+            raise RuntimeError(
+                "the batch was changed in place between the model's call and the step, so it cannot be evaluated. "
+                "Call optimizer.observe(x.clone()) before you change it"
+            )
+        calls = [tape.batch(self.loss, self.head) for tape in self.reached]
+        link = self.listener.compiled
+        while link is not None:
+            arguments, link = link
+            calls.append(Batch(Arguments(*arguments)))
+        calls = [call if call.targets is not None else self._with_loss_inside(call) for call in calls]
+        if not self.observed:
+            return calls
+        same = len(calls) == len(self.observed)
+        return [self._observed(x, y, calls[i] if same else Batch()) for i, (x, y) in enumerate(self.observed)]
+
+    def _observed(self, x: Any, y: Tensor | None, call: Batch) -> Batch:
+        """An observed batch; call: the call of the model that may have had the same examples."""
+        length = examples(x) if y is None else len(y)
+        batch = Batch(x) if call.output is None or len(call.output) != length else replace(call, x=x, measured=None)
+        if y is None or batch.targets is not None:
+            return batch
+        if batch.output is not None:
+            likelihood = self.loss.likelihood
+            is_laid_out = y.shape == batch.output.shape or not y.is_floating_point()
+            laid_out_y = likelihood.laid_out(y if is_laid_out else likelihood.classes_last(y), batch.output)
+            if laid_out_y is None:
+                likelihood.check_targets(batch.output, y)
+                return batch
+            y = laid_out_y
+        return replace(batch, targets=Targets.observed(self.loss, y))
+
+    def _with_loss_inside(self, call: Batch) -> Batch:
+        """With the targets of a loss inside of a compiled model, which a pass of our own shows."""
+        if call.x is None or not self._loss_is_inside or not self.head.functions or self._leaves:
+            return call
+        model = getattr(self.model, "_orig_mod", self.model)
+        with recorded_run(model, [], call.x, seed=0, errors=True, head=self.head) as (parts, calls):
+            losses = self.head.inputs(calls.losses)
+            values = [t for t in tree_leaves(calls.returned) if isinstance(t, Tensor) and t.ndim == 0]
+            self._loss_is_inside = bool(losses) and any(value.requires_grad for value in values)
+            if not self._loss_is_inside:
+                return call
+            gradients = torch.autograd.grad(values[0], parts, allow_unused=True, materialize_grads=True)
+        for loss in losses:
+            _, loss.gradient = loss.arrived
+        arrived = [loss for loss in losses if loss.gradient is not None]
+        batch = with_targets(call, self.loss, [part.detach() for part in parts], arrived, lambda: gradients)
+        # A factor that the user puts on what the model returns is not known.
+        return batch if batch.targets is None else replace(batch, targets=replace(batch.targets, total=None))
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
+        """When the model is called in training: what is recorded of it; None: nothing."""
+        weights = [] if self.meter is None else self.meter.weights()
+        if not (weights or self.reads):
+            return None
+        self._watch.start()
+        tape = Tape()
+        if weights:
+            self._is_opaque = bool(self._leaves) or any(map(_is_compiled, self.model.modules()))
+        if weights or self.keeps or self._is_opaque:
+            tape.keep(self.model, args, kwargs, copies=self.keeps and self._changes_input is not False)
+        if self._is_opaque:
+            # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
+            # gradients, and gather parameters as often as this rank's batch asks for.
+            tape.calls = Calls(weights, formulas=False)
+            tape.calls.opaque = True
+        elif weights:
+            tape.calls = tape.recording.enter_context(recorded_calls(weights, formulas=False))
+        return tape
+
+    def finish(self, tape: Tape, returned: Any) -> None:
+        """When the call has returned, or raised an error (None): wait for a backward pass."""
+        tape.recording.close()
+        if returned is None:
+            self.stop_watching()
+        if tape.originals is not tape.arguments:
+            self._changes_input = tape.is_changed
+            tape.originals = None  # what becomes of them does not matter, since there are copies
+        if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
+            self.head.inside = any(call.is_declared for call in tape.losses)
+        try:
+            parts = [] if returned is None else self.head.find(returned, tape.losses)
+        except TypeError as reason:  # whoever needs the output will say what is missing
+            self._no_output = str(reason)
+            return
+        if parts and all(part.requires_grad for part in parts):
+            self._wait(tape, parts, returned)
+
+    def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
+        """Waits for a backward pass at the parts of the output, or at the tensors that they are made of."""
+        tensors, structure = tree_flatten(returned)
+        is_function = callable(self.head.key)
+        if tape.losses:
+            tape.take_losses(parts, tensors if is_function else ())
+        tape.output = Output.of(parts)
+        tape.place = place_of(parts[0]) if len(parts) == 1 else ()
+        sources = [edge.node for edge in tape.output.edges]
+        if is_function and not all(any(part is leaf for leaf in tensors) for part in parts):
+            tape.structure = structure  # the loss is computed from the tensors that the output was made of
+            parts = tensors
+            sources = [leaf.grad_fn for leaf in tensors if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        elif len(parts) == 1:
+            tape.number = parts[0].output_nr
+            tape.output = replace(tape.output, edges=())
+        for node in sources:  # for the loss to find the call
+            cast(Any, node).metadata[id(self)] = weakref.ref(tape)
+        if not any(part.numel() for part in tape.output.parts):
+            tape.calls = None
+        calls = tape.calls
+        if calls is not None:
+            tape.retained = [*calls.retained, *(weakref.ref(t) for t in tensors if isinstance(t, Tensor))]
+            self._loss_is_inside = bool(tape.losses) or (calls.opaque and self._loss_is_inside)
+            calls.drop_without_graph()
+        if not self.keeps and (calls is None or not self._needs_own_pass(calls)):
+            tape.arguments = None
+            tape.originals = None
+        for i, part in enumerate(parts):
+            self._await(tape, i, part)
+        if calls is not None and calls.opaque:  # the loss of a compiled model may be one of its tensors
+            for leaf in tensors:
+                self._await(tape, None, leaf)
+
+    def _await(self, tape: Tape, i: int | None, part: Any) -> None:
+        """Waits for a backward pass at a part of the output; hooks would gather on a parameter that is returned."""
+        if isinstance(part, Tensor) and part.grad_fn is not None:
+            hook = partial(_arrive, weakref.ref(self), tape, i)  # which would keep itself alive if it had the tensor
+            part.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _needs_own_pass(self, calls: Calls) -> bool:
+        """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
+        if calls.opaque and (self.reads or calls.recorded):
+            return True  # the loss may be inside
+        called = {call.weight for call in calls}
+        if any(weight not in called and weight.name not in calls.empty for weight in calls.recorded):
+            return True
+        return bool(calls.recorded) and _anything_is_compiled()
+
+    def note_loss(self, call: LossCall) -> None:
+        """When a loss function was called: it belongs to the calls of the model that its input depends on."""
+        self.last_loss = call
+        running = self.listener.innermost
+        if running is not None:
+            running.losses.append(call)
+            return
+        for node in nodes_behind(call.input, lambda node: id(self) in node.metadata, TO_THE_LOSS):
+            tape = node.metadata[id(self)]()
+            if tape is not None:
+                call.is_whole = bool(tape.place) and tape.place == place_of(call.input)
+                tape.losses.append(call)
+        call.input = call.input.detach()
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def arrive(self, tape: Tape, part: int | None, gradient: Tensor) -> None:
+        """When the user's backward pass arrives at a part of the output of a call.
+
+        If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
+        `.grad`.
+        """
+        accumulates = destination(self._leaves or self.model.parameters())
+        if tape.output is None or accumulates is None:  # it was used by an earlier step, or this is not training
+            return
+        if not accumulates and any(one.accumulated for one in self.reached):
+            return  # its gradients are for the user's own use
+        task = torch._C._current_graph_task_id()
+        is_first = tape.task != task
+        if self.reached:
+            self._sort_reached(accumulates, task, is_first)
+        is_new = tape not in self.reached
+        if is_new:
+            self.reached.append(tape)
+            tape.gradients = {}
+        tape.count_losses(task, afresh=is_new)
+        if accumulates and self.reads:
+            self.scale.expect(list(self.model.parameters()))
+        tape.task = task
+        tape.accumulated = accumulates
+        if part is not None:
+            tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
+        if is_first and tape.calls is not None:
+            self._measure(tape)
+
+    def _sort_reached(self, accumulates: bool, task: int, is_first: bool) -> None:
+        """Drops the calls whose gradients were thrown away or were not for `.grad`; adds the moments of others up.
+
+        is_first: whether the backward pass arrives at a call for the first time
+        """
+        self.reached = [tape for tape in self.reached if tape.accumulated == accumulates]
+        finished = [tape for tape in self.reached if tape.task != task]
+        # While gradients accumulate, those of a sharded model are kept at its whole parameters.
+        trained = self.model.parameters() if self.meter is None or self._leaves else self.meter.given
+        if finished and _all_zero(trained):
+            self.reached = [tape for tape in self.reached if tape.task == task]
+        elif is_first:
+            # One set of moments is kept for any number of passes. If the gradients of one of them are thrown away, so
+            # are those of all the others.
+            counting = [tape for tape in finished if tape.measured and tape.batch(self.loss, self.head).counts]
+            for one, following in pairwise(counting):
+                one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
+
+    def _measure(self, tape: Tape) -> None:
+        """Measures the recorded calls on the user's graph, as if the user's backward pass had not begun."""
+        calls, output = tape.calls, tape.output
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
+            tape.calls = None
+        if calls is None or output is None or self.meter is None or not calls.recorded or calls.opaque:
+            return
+        if tape.number is not None:
+            output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), tape.number),))
+        batch = tape.batch(self.loss, self.head)
+        retained = [(t, t.grad) for t in (ref() for ref in tape.retained) if t is not None and t.retains_grad]
+        for tensor, _ in retained:
+            tensor.grad = None
+        try:
+            tape.measured = self.meter.measure(len(self.reached) - 1, output, calls, batch)
+        except RuntimeError as reason:
+            if "compiled" not in str(reason) or tape.arguments is None:  # compiled functions run backward only once
+                raise
+        finally:
+            for tensor, before in retained:
+                tensor.grad = before
+
+
+def _note(owner: weakref.ref[Recorder], call: LossCall) -> None:
+    recorder = owner()
+    if recorder is not None and not is_own_pass():
+        recorder.note_loss(call)
+
+
+def _arrive(owner: weakref.ref[Recorder], tape: Tape, part: int | None, gradient: Tensor | None) -> None:
+    """A hook on a part of the output. It does nothing within a pass of our own over the same graph."""
+    recorder = owner()
+    if recorder is not None and gradient is not None and not is_own_pass():
+        with Uninterrupted():
+            recorder.arrive(tape, part, gradient)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    call = module._compiled_call_impl
+    in_place = call.compiled if isinstance(call, Guard) else call
+    return hasattr(module, "_orig_mod") or in_place is not None
+
+
+def _anything_is_compiled() -> bool:
+    """Whether torch.compile was ever used in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def _all_zero(parameters: Iterable[Tensor]) -> bool:
+    return not any(p.grad is not None and bool(local(p.grad).any()) for p in sorted(parameters, key=Tensor.numel))
+
+
+def destination(parameters: Iterable[Tensor]) -> bool | None:
+    """Whether the backward pass that is running adds the gradients of any of these parameters to `.grad`.
+
+    False: it returns some of them, as `torch.autograd.grad` does. None: it computes none of them, and is not training,
+    such as ∂f/∂x for a gradient penalty.
+
+    >>> destinations = []
+    >>> w, x = (torch.tensor([3.0], requires_grad=True) for _ in range(2))
+    >>> f = w * x
+    >>> handle = f.register_hook(lambda g: destinations.append(destination([w])))
+    >>> _ = torch.autograd.grad(f.sum(), x, retain_graph=True)
+    >>> _ = torch.autograd.grad(f.sum(), w, retain_graph=True)
+    >>> f.sum().backward()
+    >>> destinations
+    [None, False, True]
+    """
+    returned = False
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                return True
+        except RuntimeError:  # autograd.grad() was asked for this gradient
+            returned = True
+    return False if returned else None
