@@ -36,7 +36,7 @@ from bprong.capture.weights import WeightMatrix
 from bprong.contexts import Uninterrupted
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.targets import LossCall, Targets, targets_of
-from bprong.sharding import is_sharded, leaves, local
+from bprong.parallel.slices import is_sharded, leaves, local
 
 
 class Meter(Protocol):

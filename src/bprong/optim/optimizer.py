@@ -24,7 +24,6 @@ from bprong.capture.passes import Batches
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of, positive, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted, without_autocast
-from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import Limits
@@ -47,7 +46,8 @@ from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import GivenDamping, Gradients, Group, NotFiniteError, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirection
-from bprong.sharding import is_sharded, local, reshard, summed
+from bprong.parallel.processes import ALIKE, Ranks
+from bprong.parallel.slices import is_sharded, local, reshard, summed
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening

@@ -11,7 +11,7 @@ from torch import Tensor
 from bprong.linalg.damped_inverse import Damping, inverses_of_equals
 from bprong.linalg.factors import Dense, Factor
 from bprong.linalg.moments import Moments
-from bprong.sharding import Sharding
+from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.side import Side
 from bprong.whitening.stacks import Stack, equal, is_small, stacks_of

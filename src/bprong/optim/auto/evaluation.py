@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.output import Head
-from bprong.distributed import Ranks
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import finite
@@ -25,6 +24,7 @@ from bprong.optim.auto.linearized import Linearized, curvature, linearized, outp
 from bprong.optim.auto.settings import SETTINGS
 from bprong.optim.directions import Direction, gram
 from bprong.optim.rules import Group
+from bprong.parallel.processes import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from bprong.capture.batches import Batch
 from bprong.capture.output import Head
-from bprong.distributed import ALONE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
@@ -24,7 +23,8 @@ from bprong.optim.fallback import States
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, StepRule
 from bprong.optim.spectral import EARLY_PARTS, SpectralDirection, check_momentum
-from bprong.sharding import gathered, local, summed, whole
+from bprong.parallel.processes import ALONE, Ranks
+from bprong.parallel.slices import gathered, local, summed, whole
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period, mixed
@@ -261,7 +261,7 @@ class Automatic(StepRule):
         """The direction in the whole parameters of a sharded model; without any, as it is."""
         if not parameters:
             return direction
-        return {parameters[p]: d for p, d in gathered(self._ranks, direction).items()}
+        return {parameters[p]: d for p, d in gathered(direction).items()}
 
     def _evaluate_own(self, directions: list[Direction], gradients: Gradients) -> Evaluation | None:
         """The quadratic model of this rank's batches; None if it has none."""
