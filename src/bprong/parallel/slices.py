@@ -135,8 +135,9 @@ def whole(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
     reshard(model)
     places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     parameters: dict[Tensor, Tensor] = {}
-    for p, value in gathered({p: p.detach() for _, _, p in places}).items():
-        parameters[p] = nn.Parameter(value, p.requires_grad)
+    for p in model.parameters():
+        values = cast(Any, p.detach()).full_tensor()
+        parameters[p] = nn.Parameter(values.clone(), p.requires_grad)  # the slice of a single rank is the whole tensor
     try:
         for module, name, p in places:
             setattr(module, name, parameters[p])
