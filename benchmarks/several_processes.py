@@ -7,7 +7,7 @@ The deep autoencoder on random numbers; processes of one thread each on this mac
     shared       the default: each side is factored by one rank, and all ranks receive the factor
 
 Bytes are those of the tensors that a rank puts into collective operations; what the network makes of them depends on
-the backend. "Beyond" is what remains after the triangles of the moments and the factors themselves.
+the backend. "Beyond" is what remains after the moments and the factors themselves.
 
     python benchmarks/several_processes.py             rows into docs/several-processes.csv, then as below
     python benchmarks/several_processes.py --draw      tables in Markdown
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bprong
-from bprong.distributed import Ranks
 from bprong.experiments.bench.rows import columns_of, grouped, read, write
 from bprong.experiments.bench.tables import markdown, median_and_range
+from bprong.parallel.processes import Ranks
 from bprong.whitening import refresh
 
 WIDTHS = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
@@ -72,12 +72,12 @@ class Traffic:
 
     def __init__(self) -> None:
         self.bytes = self.messages = 0
-        for name in ("gathered", "sum_", "received", "exchanged"):
+        for name in ("gathered", "sum_", "received"):
             setattr(Ranks, name, self._counting(getattr(Ranks, name)))
 
     def _counting(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(ranks: Ranks, values: Tensor | Sequence[Tensor], *others: Any) -> Any:
-            self.bytes += sum(own.nbytes for own in ([values] if isinstance(values, Tensor) else values))
+        def counted(ranks: Ranks, values: Tensor, *others: Any) -> Any:
+            self.bytes += values.nbytes
             self.messages += 1
             return send(ranks, values, *others)
 
@@ -134,10 +134,9 @@ def measured(rank: int, processes: int, way: str, rounds: int, widths: Sequence[
 
 
 def least_bytes(layers: Any, way: str) -> int:
-    """The triangles of all moments in float64 and, if all ranks receive them, all factors in float32."""
-    sides = [side for layer in layers.values() for side in layer.sides]
-    triangles = sum(side.blocks.entries // side.blocks.size * (side.blocks.size + 1) * 4 for side in sides)
-    return triangles + (sum(side.blocks.entries * 4 for side in sides) if way == "shared" else 0)
+    """All moments in float64 and, if all ranks receive them, all factors in float32."""
+    entries = sum(side.blocks.entries for layer in layers.values() for side in layer.sides)
+    return entries * (12 if way == "shared" else 8)
 
 
 def _bytes(held: Any) -> int:

@@ -8,8 +8,8 @@ from cases import Case, data, made, parameters, train
 from torch import nn
 
 import bprong
-from bprong.distributed import Ranks, _symmetric, _triangle, assigned
-from bprong.linalg.blocks import Blocks
+from bprong.parallel.moments import _common_mean
+from bprong.parallel.processes import Ranks, assigned
 from helpers import assert_close
 
 SLOW = (
@@ -168,8 +168,9 @@ def test_the_costliest_items_are_assigned_first():
     assert set(assigned(costs, 1).values()) == {0}
 
 
-@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(5), Blocks(64), Blocks(65), Blocks(200), Blocks(70, groups=3)])
-def test_triangles_are_restored(blocks):
-    rows = torch.randn(*blocks.shape, dtype=torch.float64)
-    scatter = rows + rows.mT
-    assert torch.equal(_symmetric(_triangle(scatter), blocks), scatter)
+def test_the_common_mean_of_a_constant_feature_is_exactly_the_constant():
+    """Also if its sum is rounded, and whatever the ranks without observations send."""
+    means = torch.tensor([[0.1, 1.0], [0.0, 0.0], [0.1, 2.0], [0.1, 4.0]], dtype=torch.float64)
+    mean = _common_mean(torch.tensor([3.0, 0.0, 7.0, 11.0], dtype=torch.float64), means)
+    assert mean[0] == means[0, 0]
+    assert_close(mean[1], torch.tensor(61 / 21, dtype=torch.float64), 1e-15, "common mean")

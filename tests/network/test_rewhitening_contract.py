@@ -11,8 +11,8 @@ from torch import nn
 
 import bprong
 from bprong.capture.weights import weight_matrices_of
-from bprong.distributed import Ranks
 from bprong.linalg.blocks import Limits
+from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train

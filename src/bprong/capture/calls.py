@@ -29,7 +29,7 @@ from bprong.capture.replacements import Replacements
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.targets import LossCall
 from bprong.linalg.moments import Sums, block_rows
-from bprong.sharding import is_sliced
+from bprong.parallel.slices import is_sliced
 
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
 FEWEST_ROWS = 128  # that are copied at once nevertheless

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bprong.capture.weights import WeightMatrix, covered_weights
 from bprong.checks import integer
 from bprong.linalg.blocks import MAX_DIM, Limits
-from bprong.sharding import written_type
+from bprong.parallel.slices import written_type
 
 FALLBACK = "fallback: Adam"
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bprong.distributed import Ranks
-from bprong.sharding import is_sliced, local
+from bprong.parallel.processes import Ranks
+from bprong.parallel.slices import is_sliced, local
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
 

@@ -31,7 +31,7 @@ from bprong.capture.own_pass import recorded_run
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import Moments, Sums
-from bprong.sharding import is_sliced
+from bprong.parallel.slices import is_sliced
 
 
 @dataclass

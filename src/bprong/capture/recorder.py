@@ -37,7 +37,7 @@ from bprong.contexts import Uninterrupted, is_own_pass
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.targets import LossCall, Targets
-from bprong.sharding import is_sharded, leaves, local
+from bprong.parallel.slices import is_sharded, leaves, local
 
 
 class Meter(Protocol):

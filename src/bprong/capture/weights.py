@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bprong.linalg.blocks import Blocks, Limits
-from bprong.sharding import written_type
+from bprong.parallel.slices import written_type
 
 COVERED = (
     "these can be: Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention and recurrent cells with real weights "

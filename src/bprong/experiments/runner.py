@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bprong.distributed import Ranks
 from bprong.experiments.data import Dataset, shared
 from bprong.experiments.progress import Progress
 from bprong.experiments.records import RecordError, Row, read_results, remove_temporary_files, write_results
@@ -26,6 +25,7 @@ from bprong.experiments.training import (
     rows_of,
 )
 from bprong.experiments.workers import Here, Workers, run_jobs
+from bprong.parallel.processes import Ranks
 
 try:
     import fcntl

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bprong.distributed import Ranks
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.experiments.bench.timing import Clock
 from bprong.experiments.data import Dataset, read_shared
 from bprong.experiments.methods import METHODS, Problem, TrainingState, WhiteningSettings
 from bprong.experiments.models import perceptron
 from bprong.experiments.records import Row, label, write_atomically
+from bprong.parallel.processes import Ranks
 
 CHECKPOINTS = "checkpoints"
 EVALUATED_AT_ONCE = 1000  # examples

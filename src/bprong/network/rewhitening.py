@@ -17,7 +17,6 @@ from bprong.capture.measure import LayerMoments, record
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted
-from bprong.distributed import Ranks
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
@@ -27,6 +26,7 @@ from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Transports, carry_, check_state, holders_for
 from bprong.network.layers import WhitenedLayer
+from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all

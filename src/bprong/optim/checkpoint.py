@@ -18,15 +18,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from bprong.linalg.factors import DESCRIPTION, described_shape, described_state, description
-from bprong.linalg.moments import float64_device
-from bprong.sharding import Form, Sharding, from_owners
+from bprong.linalg.moments import feature_means, float64_device
+from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer
 from bprong.whitening.side import Side
 
@@ -41,26 +42,22 @@ def packed(
     """An entry for each parameter.
 
     layers:   all layers that the optimizer could whiten
-    demoted:  the names of those that follow the fallback rule
+    demoted:  the names of those that follow the fallback rule, and have no state
     schedule: the state of the schedule
     rule:     that of the step rule
     kinds:    the names of the classes of the optimizer and of its rule
     """
     rule = dict(rule)
     flags = rule.pop("moved", [False] * len(parameters))
-    pending = rule.pop("pending", None)
+    directions = rule.pop("pending", [])
     entries: list[State] = [{"moved": flag} for flag in flags]
-    for entry, p, direction in zip(entries, parameters, pending or [], strict=bool(pending)):
+    for entry, p, direction in zip(entries, parameters, directions, strict=bool(directions)):
         entry["has_pending"] = direction is not None
         entry["pending"] = torch.zeros_like(p) if direction is None else direction
-    places = {id(p): i for i, p in enumerate(parameters)}
-    for layer in layers:
-        if (place := _place(layer, places)) >= 0:
-            of_parameter = entries[place].setdefault("layers", {})
-            of_parameter[str(len(of_parameter))] = _packed_layer(layer, layer.name not in demoted)
+    for layer, (place, number) in _places(parameters, layers).items():
+        entries[place].setdefault("layers", {})[number] = _packed_layer(layer, layer.name not in demoted)
     kind, rule_kind = kinds
-    numbers = {"schedule": _without_none(schedule), "rule": _without_none(rule)}
-    entries[0]["optimizer"] = {kind: {rule_kind: numbers}}
+    entries[0]["optimizer"] = {kind: {rule_kind: tree_map(_without_none, {"schedule": schedule, "rule": rule})}}
     return entries
 
 
@@ -72,33 +69,29 @@ def unpacked(
     kinds: the names of the classes of the optimizer and of its step rule
     """
     numbers = _numbers_of(entries, *kinds)
-    whitening: State = {"schedule": _with_none(numbers["schedule"]), "demoted": [], "layers": {}}
-    rule = _with_none(numbers.get("rule", {}))
+    rule = numbers.get("rule", {})
     if any("pending" in entry for entry in entries.values()):
-        rule["moved"] = [i in entries and bool(entries[i]["moved"]) for i in range(len(parameters))]
-        present = [i in entries and bool(entries[i]["has_pending"]) for i in range(len(parameters))]
-        rule["pending"] = [entries[i]["pending"] if has else None for i, has in enumerate(present)]
-    places = {id(p): i for i, p in enumerate(parameters)}
-    saved = {i: entry.get("layers", {}) for i, entry in entries.items()}
-    restored = 0
-    counts = Counter[int]()
+        rule["moved"] = []
+        rule["pending"] = []
+        for i in range(len(parameters)):
+            entry = entries.get(i, {"moved": False, "has_pending": False})
+            rule["moved"].append(bool(entry["moved"]))
+            rule["pending"].append(entry["pending"] if entry["has_pending"] else None)
+    places = _places(parameters, layers)
+    saved = {}
+    for i, entry in entries.items():
+        for number, packed_layer in entry.get("layers", {}).items():
+            saved[i, number] = packed_layer
+    if saved.keys() != set(places.values()):
+        raise ValueError(f"the state has {len(saved)} layers, and this model has {len(places)} that are whitened")
+    whitening: State = {"schedule": numbers["schedule"], "demoted": [], "layers": {}}
     for layer in layers:
-        place = _place(layer, places)
-        packed_layer = saved.get(place, {}).get(str(counts[place]))
-        counts[place] += 1
-        if packed_layer is None:  # not this optimizer's to train
-            whitening["layers"][layer.name] = layer.state_dict()
-            continue
-        restored += 1
-        state = _unpacked_layer(layer, packed_layer)
+        # Without a place it is not this optimizer's to train.
+        state = _unpacked_layer(layer, saved[places[layer]]) if layer in places else layer.state_dict()
         if state is None:
             whitening["demoted"].append(layer.name)
         else:
             whitening["layers"][layer.name] = state
-    total = sum(map(len, saved.values()))
-    expected = sum(counts.values()) - counts[-1]
-    if not restored == total == expected:
-        raise ValueError(f"the state has {total} layers, and this model has {expected} that are whitened")
     return whitening, rule
 
 
@@ -117,7 +110,7 @@ def _numbers_of(entries: Mapping[int, State], kind: str, rule_kind: str) -> Stat
             f"the state has the step rule {saved_rule}, and this optimizer has {rule_kind}: make it with the same "
             f'step ("natural" or "spectral"), and with lr="auto" or a number as the saved one was'
         )
-    return dict(numbers)
+    return cast(State, tree_map(_with_none, numbers))
 
 
 def check_demoted(
@@ -128,10 +121,12 @@ def check_demoted(
     demoted:    the names of these layers
     state_dict: torch's own
     """
-    names = _names(state_dict)
-    states = {p: state_dict["state"].get(name, {}) for p, name in zip(parameters, names, strict=False)}
     chosen = [layer for layer in layers if layer.name in demoted]
-    if chosen and not any("exp_avg" in states.get(p, {}) for layer in chosen for p in layer.parameters):
+    averaged = set()
+    for p, name in zip(parameters, _names(state_dict), strict=False):
+        if "exp_avg" in state_dict["state"].get(name, {}):
+            averaged.add(p)
+    if chosen and averaged.isdisjoint(p for layer in chosen for p in layer.parameters):
         raise ValueError(
             f"the state lacks Adam's averages of layer {chosen[0].name!r}, which was left to the fallback rule during "
             f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
@@ -143,19 +138,22 @@ def check_demoted(
 
 def with_entries(state_dict: State, entries: Sequence[State]) -> State:
     """torch's own state with our entries, in the order of the parameters."""
-    states: dict[int, State] = {}
-    for i, entry in enumerate(entries):
-        states[i] = {key: value for key, value in state_dict["state"].get(i, {}).items() if key != KEY}
-        states[i][KEY] = entry
+    states = {i: {**state_dict["state"].get(i, {}), KEY: entry} for i, entry in enumerate(entries)}
     return state_dict | {"state": states}
 
 
 def without_entries(state_dict: State) -> tuple[dict[int, State], State]:
     """Our entries, by the place of their parameter, and torch's own state without them."""
-    states = state_dict["state"]
-    entries = {i: states[name][KEY] for i, name in enumerate(_names(state_dict)) if KEY in states.get(name, {})}
-    others = {name: {k: v for k, v in state.items() if k != KEY} for name, state in states.items()}
-    return entries, state_dict | {"state": {name: state for name, state in others.items() if state}}
+    entries = {}
+    states = {}
+    places = {name: i for i, name in enumerate(_names(state_dict))}
+    for name, state in state_dict["state"].items():
+        others = dict(state)
+        if KEY in others:
+            entries[places[name]] = others.pop(KEY)
+        if others:
+            states[name] = others
+    return entries, state_dict | {"state": states}
 
 
 def _names(state_dict: State) -> list[Any]:
@@ -163,71 +161,71 @@ def _names(state_dict: State) -> list[Any]:
     return [name for group in state_dict["param_groups"] for name in group["params"]]
 
 
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def _places(parameters: Sequence[Tensor], layers: Sequence[Layer]) -> dict[Layer, tuple[int, str]]:
+    """The place of the parameter whose entry has a layer, and the number that it has there.
+
+    That is its weight or, if that is not trained, its bias; without either, a layer has no place.
+    """
+    indices = {p: i for i, p in enumerate(parameters)}
+    counts = Counter[int]()
+    places = {}
+    for layer in layers:
+        trained = [indices[p] for p in layer.parameters if p in indices]
+        if trained:
+            place = trained[0]
+            places[layer] = place, str(counts[place])
+            counts[place] += 1
+    return places
+
+
 def exchanged_layers(
-    entries: Sequence[State], parameters: Sequence[Tensor], layers: Sequence[Layer], sharding: Sharding
+    entries: list[State], parameters: Sequence[Tensor], layers: Sequence[Layer], sharding: Sharding
 ) -> list[State]:
     """The entries with each layer from the rank that owns it; to be called by all ranks."""
-    places = {id(p): i for i, p in enumerate(parameters)}
-    counts = Counter[int]()
-    exchanged = [dict(entry) for entry in entries]
-    for layer in layers:
-        place = _place(layer, places)
-        number = str(counts[place])
-        counts[place] += 1
-        if place < 0 or layer.name not in sharding.owners:
-            continue
-        leaves, structure = tree_flatten(entries[place]["layers"][number])
-        tensors = dict(enumerate(leaves))
-        owners = dict.fromkeys(tensors, sharding.owners[layer.name])
-        received = from_owners(sharding.ranks, owners, {i: Form.of(t) for i, t in tensors.items()}, tensors)
-        whole_layer = tree_unflatten(received.values(), structure)
-        exchanged[place]["layers"] = exchanged[place]["layers"] | {number: whole_layer}
-    return exchanged
-
-
-def _place(layer: Layer, places: Mapping[int, int]) -> int:
-    """The place of the parameter whose entry has the layer: its weight or, if that is not trained, its bias; or −1."""
-    return next((places[id(p)] for p in layer.parameters if id(p) in places), -1)
-
-
-# A layer --------------------------------------------------------------------------------------------------------------
+    for layer, (place, number) in _places(parameters, layers).items():
+        if layer.name in sharding.owners:
+            receive = partial(sharding.ranks.received, owner=sharding.owners[layer.name])
+            own_layers = entries[place]["layers"]
+            own_layers[number] = tree_map(receive, tree_map(torch.clone, own_layers[number]))
+    return entries
 
 
 def _packed_layer(layer: Layer, whitened: bool) -> State:
     """The tensors of a layer; whitened: False if it follows the fallback rule."""
-    centre = layer.c if whitened else None
+    inputs = layer.linear.inputs
+    no_centre = feature_means(layer.like.new_zeros(inputs.shape[:-1]), inputs)
     entry: State = {
-        "numbers": torch.tensor([whitened, centre is not None], dtype=torch.float64, device="cpu"),
-        "c": _centre_like(layer) if centre is None else centre,
+        "numbers": torch.tensor([whitened, layer.c is not None], dtype=torch.float64, device="cpu"),
+        "c": no_centre if layer.c is None else layer.c,
     }
     for side in layer.sides:
-        entry[side.name] = _packed_side(side if whitened else Side(side.name, side.blocks), layer.like)
+        entry[side.name] = _packed_side(side, layer.like)
     return entry
-
-
-def _centre_like(layer: Layer) -> Tensor:
-    inputs = layer.linear.inputs
-    shape = (inputs.groups, inputs.features) if inputs.groups > 1 else (inputs.features,)
-    return torch.zeros(shape, dtype=layer.like.dtype, device=layer.like.device)
 
 
 def _packed_side(side: Side, like: Tensor) -> State:
     """Its moments and factor, with zeros where there are none, and all numbers in one tensor."""
     shape = side.blocks.shape
+    scatter = torch.zeros(shape, dtype=torch.float64, device=float64_device(like))
+    mean = scatter.new_zeros(shape[:-1])
+    numbers = [*side.numbers().values(), None, False]
     moments = side.moments
-    mean = None if moments is None else moments.mean
-    exact = torch.zeros(0, dtype=torch.float64, device=float64_device(like))
-    scatter = exact.new_zeros(shape)
-    if moments is not None and not moments.diagonal:  # of another rank's layers the diagonal is here
-        scatter = moments.copy().values
+    if moments is not None:
+        numbers[-2:] = [moments.weight, moments.mean is not None]
+        mean = mean if moments.mean is None else moments.mean
+        scatter = (
+            scatter if moments.diagonal else moments.copy().values
+        )  # of another rank's layers the diagonal is here
     factor = like.new_zeros(shape)
     for tensor in () if side.factor is None else side.factor.tensors().values():
         factor[..., : tensor.shape[-1]] = tensor  # of low rank: its columns, and zeros to the right of them
-    numbers = [*side.numbers().values(), None if moments is None else moments.weight, float(mean is not None)]
-    values = [math.nan if number is None else float(number) for number in numbers] + description(side.factor)
+    values = [*map(_without_none, numbers), *description(side.factor)]
     return {
         "scatter": scatter,
-        "mean": exact.new_zeros(shape[:-1]) if mean is None else mean,
+        "mean": mean,
         "factor": factor,
         "numbers": torch.tensor(values, dtype=torch.float64, device="cpu"),
     }
@@ -244,13 +242,13 @@ def _unpacked_layer(layer: Layer, entry: State) -> State | None:
 
 def _unpacked_side(side: Side, entry: State) -> State:
     values = entry["numbers"].tolist()
-    *numbers, weight, has_mean = [None if math.isnan(value) else value for value in values[:-DESCRIPTION]]
+    described = values[-DESCRIPTION:]
+    *numbers, weight, has_mean = map(_with_none, values[:-DESCRIPTION])
     moments = None
     if weight is not None:
         moments = {"weight": weight, "mean": entry["mean"] if has_mean else None, "scatter": entry["scatter"]}
-    described = values[-DESCRIPTION:]
-    columns = described_shape(described)[-1:]
     factor = entry["factor"]
+    columns = described_shape(described)[-1:]
     if columns and columns[0] < factor.shape[-1]:
         factor = factor[..., : columns[0]].clone()
     return {
@@ -263,29 +261,17 @@ def _unpacked_side(side: Side, entry: State) -> State:
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def _without_none(values: Mapping[str, Any]) -> State:
-    """Numbers with NaN for None, also in mappings among them; of Python's own types, which torch.load can read.
+def _without_none(value: Any) -> Any:
+    """A number, or NaN for None; of Python's own types, which torch.load can read.
 
-    >>> _without_none({"t": 3, "loss": None, "parts": {"last": 0.5}})
+    >>> tree_map(_without_none, {"t": 3, "loss": None, "parts": {"last": 0.5}})
     {'t': 3, 'loss': nan, 'parts': {'last': 0.5}}
     """
-    numbers: State = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            numbers[name] = _without_none(value)
-        elif value is None or isinstance(value, float):
-            numbers[name] = math.nan if value is None else float(value)
-        else:
-            numbers[name] = value
-    return numbers
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, float) else value
 
 
-def _with_none(numbers: Mapping[str, Any]) -> State:
+def _with_none(number: Any) -> Any:
     """The inverse of `_without_none`."""
-    values: State = {}
-    for name, number in numbers.items():
-        if isinstance(number, Mapping):
-            values[name] = _with_none(number)
-        else:
-            values[name] = None if math.isnan(number) else number
-    return values
+    return None if math.isnan(number) else number

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bprong.linalg.moments import to_float64
-from bprong.sharding import is_sliced, local, summed
+from bprong.parallel.slices import is_sliced, local, summed
 
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
 

@@ -14,7 +14,7 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import Gradients, Group, NotFiniteError, Setup, StepRule
-from bprong.sharding import local, summed
+from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.side import Side, SideName

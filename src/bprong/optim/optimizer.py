@@ -23,7 +23,6 @@ from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted, without_autocast
-from bprong.distributed import ALIKE, Ranks
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import Limits
@@ -46,7 +45,8 @@ from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Gradients, Group, NotFiniteError, Setup, StepRule
 from bprong.optim.spectral import Spectral
-from bprong.sharding import is_sharded, local, reshard, summed
+from bprong.parallel.processes import ALIKE, Ranks
+from bprong.parallel.slices import is_sharded, local, reshard, summed
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening

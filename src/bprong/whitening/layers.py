@@ -18,7 +18,7 @@ from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, inverses_of_equals
 from bprong.linalg.factors import Dense, Factor, precondition
 from bprong.linalg.moments import Moments
-from bprong.sharding import Sharding
+from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.side import Side
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from bprong.capture.measure import LayerMoments
-from bprong.distributed import ALIKE, Contribution, Ranks, assigned, merged, shared
 from bprong.errors import WhiteningError
+from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.factors import Factor
-from bprong.linalg.moments import Moments
-from bprong.sharding import Sharding
+from bprong.linalg.factors import (
+    DESCRIPTION,
+    Elsewhere,
+    Factor,
+    described_shape,
+    described_state,
+    description,
+    factor_of_state,
+)
+from bprong.linalg.moments import Moments, float64_device
+from bprong.parallel.moments import merged
+from bprong.parallel.processes import ALIKE, Ranks, assigned
+from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
@@ -23,15 +34,10 @@ from bprong.whitening.side import Backoff, Side
 Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 FLAGS = ("measured", "called", "empty", "unexplained", "targets")  # what is exchanged about each layer of each rank
+NUMBERS = DESCRIPTION + 3  # what is exchanged about each factor: its description, its cost and the backoff of its side
 
 
-def _flags(measured: Mapping[str, LayerMoments], names: Iterable[str]) -> list[float]:
-    """Return the `FLAGS` of each layer, one after the other."""
-    flags: list[float] = []
-    for name in names:
-        layer = measured.get(name, LayerMoments())
-        flags += map(float, (name in measured, layer.called, layer.empty, layer.unexplained, layer.targets))
-    return flags
+# Moments --------------------------------------------------------------------------------------------------------------
 
 
 def measured_by_all(
@@ -49,13 +55,18 @@ def measured_by_all(
     """
     if ranks.size == 1 or not centred:
         return measure()
-    measured: dict[str, LayerMoments] = {}
+    measured = dict.fromkeys(centred, LayerMoments())
 
     def numbers() -> list[float]:
-        measured.update(measure())
+        of_this_rank = measure()
+        measured.update(of_this_rank)
         tensors = [tensor.detach() for tensor in replicated() if tensor is not None]
         size = sum(map(float, torch._foreach_norm(tensors))) if tensors else 0.0
-        return [*divmod(schedule.base_seed, 2**32), size, *_flags(measured, centred)]
+        row = [*divmod(schedule.base_seed, 2**32), size]
+        for name in centred:
+            layer = measured[name]
+            row += [name in of_this_rank, layer.called, layer.empty, layer.unexplained, layer.targets]
+        return row
 
     table = ranks.table(3 + len(FLAGS) * len(centred), numbers)
     if not torch.allclose(table[:, 2], table[:1, 2], rtol=ALIKE, equal_nan=True):
@@ -64,47 +75,47 @@ def measured_by_all(
             f"Wrap the model in torch.nn.parallel.DistributedDataParallel, or average gradients before each step"
         )
     schedule.base_seed = int(table[0, 0]) * 2**32 + int(table[0, 1])
-    return _merged_over_ranks(ranks, layers, centred, measured, table[:, 3:])
-
-
-def _merged_over_ranks(
-    ranks: Ranks, layers: Layers, centred: Centred, measured: Mapping[str, LayerMoments], flags: Tensor
-) -> dict[str, LayerMoments]:
-    """Return the moments of the batches of all ranks; flags: (ranks, layers · FLAGS) what `_flags` gives on each."""
-    contributions = []
-    for name, is_centred in centred.items():
-        layer = measured.get(name, LayerMoments())
-        linear = layers[name].linear
-        owner = None if layers.sharding is None else layers.sharding.owners[name]
-        rows = 0.0 if layer.z is None else layer.z.weight
-        contributions.append(Contribution(linear.inputs, is_centred, rows, layer.z, owner))
-        targets = layer.targets if layer.delta is None else layer.delta.weight  # errors that do not reach it are zero
-        contributions.append(Contribution(linear.outputs, False, float(targets), layer.delta, owner))
-    moments = merged(ranks, contributions, layers[next(iter(centred))].weight)
-    sums = flags.reshape(ranks.size, -1, len(FLAGS)).sum(dim=0).tolist()
+    flags = table[:, 3:].sum(dim=0).view(-1, len(FLAGS)).long().tolist()
     of_all = {}
-    for i, name in enumerate(centred):
-        is_measured, called, empty, unexplained, targets = sums[i]
+    for name, (is_measured, called, empty, unexplained, targets) in zip(centred, flags, strict=True):
         if is_measured:
-            of_all[name] = LayerMoments(
-                z=moments[2 * i], delta=moments[2 * i + 1], called=called > 0, empty=empty > 0,
-                unexplained=unexplained > 0, targets=int(targets), probe=measured.get(name, LayerMoments()).probe,
-            )  # fmt: skip
+            z, delta = _merged_sides(ranks, layers, layers[name], centred[name], measured[name])
+            probe = measured[name].probe
+            of_all[name] = LayerMoments(z, delta, called > 0, empty > 0, probe, unexplained > 0, targets)
     return of_all
+
+
+def _merged_sides(
+    ranks: Ranks, layers: Layers, layer: Layer, centred: bool, measured: LayerMoments
+) -> tuple[Moments | None, Moments | None]:
+    """Return the moments of the inputs and of the errors of a layer, of the batches of all ranks."""
+    owner = None if layers.sharding is None else layers.sharding.owners[layer.name]
+    device = float64_device(layer.weight)
+    z = merged(ranks, measured.z, layer.linear.inputs, centred, weight=0.0, device=device, owner=owner)
+    # Errors that do not reach the layer are zero.
+    targets = float(measured.targets)
+    delta = merged(ranks, measured.delta, layer.linear.outputs, False, weight=targets, device=device, owner=owner)
+    return z, delta
+
+
+# Factors --------------------------------------------------------------------------------------------------------------
 
 
 def drifted(layers: Layers, schedule: Schedule, pending: Pending, ranks: Ranks) -> Pending:
     """Return the sides whose factors are out of date; each is compared with its new moments by its owner."""
     owners = _owners(layers, pending, ranks)
 
-    def own_drifts() -> list[float]:
+    def drifts_of_this_rank() -> list[float]:
         drifts = []
         for side, (_, moments, epsilon) in pending.items():
             drifts.append(side.drift(moments, epsilon) if owners[side] == ranks.rank else 0.0)
         return drifts
 
-    drifts = dict(zip(pending, ranks.sums(len(pending), own_drifts), strict=True))
-    return {side: item for side, item in pending.items() if schedule.has_drifted(side, drifts[side])}
+    out_of_date = {}
+    for side, drift in zip(pending, ranks.sums(len(pending), drifts_of_this_rank), strict=True):
+        if schedule.has_drifted(side, drift):
+            out_of_date[side] = pending[side]
+    return out_of_date
 
 
 def _owners(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, int]:
@@ -115,59 +126,80 @@ def _owners(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, int]:
 
 
 def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
-    """Return the factors of all sides, each from its owner, and take over whether the owner will try low rank again."""
+    """Return the factors of all sides, each from its owner, and take over whether the owner will try low rank again.
+
+    If the model is sharded, factors stay with their owners, and the other ranks know what they cost.
+    """
     owners = _owners(layers, pending, ranks)
+    computed: dict[Side, Factor] = {}
+    failures: dict[Side, WhiteningError] = {}
 
-    def solve(sides: Sequence[Side]) -> dict[Side, Factor | WhiteningError]:
-        factors: dict[Side, Factor | WhiteningError] = {}
-        factors |= layers.factors_of_equals({side: pending[side] for side in sides})
-        for side in sides:
-            layer, moments, epsilon = pending[side]
+    def numbers() -> list[float]:
+        owned = {side: item for side, item in pending.items() if owners[side] == ranks.rank}
+        computed.update(layers.factors_of_equals(owned))
+        for side, (layer, moments, epsilon) in owned.items():
             try:
-                factors[side] = factors.get(side) or side.solve(moments, epsilon, layer.like)
+                computed[side] = computed.get(side) or side.solve(moments, epsilon, layer.like)
             except WhiteningError as reason:
-                factors[side] = reason
-        return factors
+                failures[side] = reason
+        row: list[float] = []
+        for side in pending:
+            factor = computed.get(side)
+            row += [*description(factor), *astuple(side.backoff), 0 if factor is None else factor.cost]
+        return row
 
-    like = {side: (side.blocks, layer.like) for side, (layer, *_) in pending.items()}
-    factors = shared(ranks, owners, like, solve, everywhere=layers.sharding is None)
-    backoffs = ranks.table(2 * len(pending), lambda: [x for side in pending for x in astuple(side.backoff)])
-    for i, side in enumerate(pending):
-        skip, next_skip = backoffs[owners[side], 2 * i : 2 * i + 2].tolist()
+    table = ranks.table(NUMBERS * len(pending), numbers).view(ranks.size, -1, NUMBERS)
+    factors: dict[Side, Factor | WhiteningError] = {}
+    for i, (side, owner) in enumerate(owners.items()):
+        *described, skip, next_skip, cost = table[owner, i].tolist()
         side.backoff = Backoff(int(skip), int(next_skip))
+        factor = computed.get(side)
+        like = pending[side][0].like
+        if not cost:
+            failure = WhiteningError(f"rank {owner}, which factors it, could not do so")
+            factors[side] = failures.get(side, failure)
+        elif layers.sharding is None:
+            factors[side] = _received(ranks, owner, factor, described, side.blocks, like)
+        else:
+            factors[side] = factor or Elsewhere(owner, int(cost), like.dtype)
     return factors
+
+
+def _received(
+    ranks: Ranks, owner: int, factor: Factor | None, described: Sequence[float], blocks: Blocks, like: Tensor
+) -> Factor:
+    """Return the factor that its owner has, and that the others know the description of."""
+    tensor = like.new_empty(described_shape(described))
+    if factor is not None:
+        (tensor,) = factor.tensors().values()
+    state = described_state(described, ranks.received(tensor, owner))
+    return factor or factor_of_state(cast(dict[str, Any], state), blocks, like)
 
 
 # Sharding -------------------------------------------------------------------------------------------------------------
 
 
 def share_layers(layers: Layers, ranks: Ranks) -> None:
-    """Assign the layers that have no owner yet to ranks, and leave what this rank does not own to the others."""
-    old_owners = {} if layers.sharding is None else layers.sharding.owners
-    new = [layer for layer in layers.values() if layer.name not in old_owners]
+    """Assign the layers that have no owner yet to ranks, and leave what this rank does not own to the others.
+
+    The costliest layer is assigned first, to the rank that has the least to do; layers that share a parameter have one
+    owner.
+    """
+    sharding = layers.sharding or Sharding(ranks, {}, {})
+    new = [layer for layer in layers.values() if layer.name not in sharding.owners]
     if not new:
         return
-    groups = _tied(layers.values())
-    costs: dict[str, float] = {}
-    for layer in new:
-        group = groups[layer.name]
-        if group not in old_owners:
-            costs[group] = costs.get(group, 0.0) + sum(side.blocks.cost for side in layer.sides)
-    by_group = {**assigned(costs, ranks.size), **old_owners}
-    owners = {name: by_group[groups[name]] for name in layers}
-    parameters = {p: owners[layer.name] for layer in layers.values() for p in layer.parameters}
-    layers.sharding = Sharding(ranks, owners, parameters)
-    for layer in new:
-        if not layers.is_own(layer):
+    owners = dict(sharding.owners)
+    parameters = dict(sharding.parameters)
+    load = [0.0] * ranks.size
+    costs = {layer: sum(side.blocks.cost for side in layer.sides) for layer in new}
+    for layer in sorted(new, key=lambda layer: -costs[layer]):
+        shared = [parameters[p] for p in layer.parameters if p in parameters]
+        owner = shared[0] if shared else load.index(min(load))
+        load[owner] += costs[layer]
+        owners[layer.name] = owner
+        parameters |= dict.fromkeys(layer.parameters, owner)
+        if owner != ranks.rank:
             for side in layer.sides:
-                side.leave_to(owners[layer.name])
-
-
-def _tied(layers: Iterable[Layer]) -> dict[str, str]:
-    """Return, for each layer by name, the first of the layers that have a parameter of it: they get one owner."""
-    first: dict[Tensor, str] = {}
-    groups = {}
-    for layer in layers:
-        groups[layer.name] = next((first[p] for p in layer.parameters if p in first), layer.name)
-        first |= dict.fromkeys(layer.parameters, groups[layer.name])
-    return groups
+                side.leave_to(owner)
+    layers.sharding = Sharding(ranks, owners, parameters)

@@ -23,7 +23,6 @@ from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import random_numbers
 from bprong.capture.weights import WeightMatrix
 from bprong.contexts import own_pass, without_autocast
-from bprong.distributed import ALONE, Ranks
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.random_numbers import drawing
@@ -31,7 +30,8 @@ from bprong.likelihood.targets import Targets
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
-from bprong.sharding import is_sharded, is_sliced, whole
+from bprong.parallel.processes import ALONE, Ranks
+from bprong.parallel.slices import is_sharded, is_sliced, whole
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import Centred, drifted, measured_by_all, share_layers, shared_factors

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.output import Head
-from bprong.distributed import ALONE, Ranks
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import finite
@@ -24,7 +23,8 @@ from bprong.optim.auto.linearized import Rerun, curvature, linearized
 from bprong.optim.auto.settings import SETTINGS
 from bprong.optim.directions import Direction, gram
 from bprong.optim.rules import Group
-from bprong.sharding import gathered, whole
+from bprong.parallel.processes import ALONE, Ranks
+from bprong.parallel.slices import gathered, whole
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class LossModel:
         """The direction in the whole parameters of a sharded model; without any, as it is."""
         if not parameters:
             return direction
-        return {parameters[p]: d for p, d in gathered(self._ranks, direction).items()}
+        return {parameters[p]: d for p, d in gathered(direction).items()}
 
     def _evaluate_here(
         self,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bprong.capture.batches import Batch
-from bprong.distributed import ALONE, Ranks
 from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.auto.evaluation import LossModel, metrics
@@ -21,7 +20,8 @@ from bprong.optim.directions import Direction, dot, norm
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import Gradients, Group, Setup, StepRule
 from bprong.optim.spectral import DAMPING, SpectralDirection
-from bprong.sharding import local, summed
+from bprong.parallel.processes import ALONE, Ranks
+from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import EARLY_PARTS, evaluation_period, mixed

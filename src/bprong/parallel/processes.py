@@ -1,0 +1,164 @@
+"""The processes that train one model together, and their collective operations.
+
+Each rank measures its own batches. At a refresh the moments of all ranks are merged, so that every rank has those of
+the whole batch; each side is factored by one rank, its owner, and all ranks receive the factor. In one process nothing
+is communicated.
+
+Every collective operation is entered by all ranks or by none. Whatever a rank finds out alone (a layer that its batch
+did not reach, an error) is exchanged before anything is decided by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Key = TypeVar("Key", bound=Hashable)
+ALIKE = 1e-6  # the relative difference up to which sizes of gradients of two ranks are the same
+AVAILABLE = dist.is_available()
+
+
+class Ranks:
+    """The processes that train one model together; a group of one where torch.distributed is not in use.
+
+    group:   of torch.distributed; None: all processes
+    wrapper: the DistributedDataParallel around the model, if it is known
+
+    Whether there are several processes is found out anew each time, since a script may start torch.distributed after
+    it has made the optimizer.
+    """
+
+    def __init__(self, group: Any = None, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
+        self._group = group
+        self._wrapper = wrapper
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """Return the ranks that a model is trained by."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            return cls(model.process_group, model)
+        for parameter in model.parameters():
+            if hasattr(parameter, "device_mesh"):
+                return cls(parameter.device_mesh.get_group())
+        return cls()
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[()]]:
+        return Ranks, ()  # a group of processes cannot be copied
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return dist.get_world_size(self._group) if AVAILABLE and dist.is_initialized() else 1
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0 on."""
+        return dist.get_rank(self._group) if self.size > 1 else 0
+
+    def check(self) -> None:
+        """Raise ValueError if ranks may end before others, which would then wait for them."""
+        if self._wrapper is not None and self._wrapper._join_config.enable:
+            raise ValueError(
+                "torch.distributed.algorithms.Join is not supported: ranks that have run out of data would exchange no "
+                "statistics. Give all ranks the same number of batches, for example with DistributedSampler"
+            )
+
+    # Numbers ----------------------------------------------------------------------------------------------------------
+
+    def table(self, columns: int, compute: Callable[[], Sequence[float]]) -> Tensor:
+        """Return what each rank of several computes: (ranks, columns), float64.
+
+        If that fails on one rank, all raise an error.
+        """
+        failure: Exception | None = None
+        row: Sequence[float] = [0.0] * columns
+        try:
+            row = compute()
+        except Exception as error:  # which must not leave the other ranks waiting
+            failure = error
+        rows = self.gathered(torch.tensor([failure is not None, *row], dtype=torch.float64, device="cpu"))
+        if failure is not None:
+            raise failure
+        failed = rows[:, 0].nonzero().flatten().tolist()
+        if failed:
+            raise RuntimeError(f"the step was stopped by an error on rank {failed[0]}, which that process reports")
+        return rows[:, 1:]
+
+    def sums(self, columns: int, compute: Callable[[], Sequence[float]]) -> list[float]:
+        """Return the sums over all ranks of what each computes."""
+        return list(compute()) if self.size == 1 else self.table(columns, compute).sum(dim=0).tolist()
+
+    # Tensors, which have one shape and dtype on all ranks -------------------------------------------------------------
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return the tensors of all ranks: (ranks, …)."""
+        sent = self._to_send(values)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._run(dist.all_gather, received, sent)
+        return torch.stack(received).to(values.device)
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks, in place where the tensor can be sent from."""
+        sent = self._to_send(values)
+        self._run(dist.all_reduce, sent)
+        return sent.to(values.device)
+
+    def received(self, values: Tensor, owner: int) -> Tensor:
+        """Return the owner's values; those of other ranks are overwritten where they can be sent from."""
+        sent = self._to_send(values)
+        self._run(dist.broadcast, sent, self._global(owner))
+        return sent.to(values.device)
+
+    def collected(self, values: Tensor, owner: int) -> list[Tensor]:
+        """Return the tensors of all ranks on the rank that owns them; nothing on the others."""
+        sent = self._to_send(values)
+        received = [torch.empty_like(sent) for _ in range(self.size)] if owner == self.rank else None
+        self._run(dist.gather, sent, received, self._global(owner))
+        return [] if received is None else [part.to(values.device) for part in received]
+
+    def distributed(self, parts: Sequence[Tensor], owner: int, like: Tensor) -> Tensor:
+        """Return this rank's part of what its owner has; parts: nothing on the other ranks."""
+        sent = [self._to_send(part) for part in parts] or None
+        received = torch.empty_like(self._to_send(like))
+        self._run(dist.scatter, received, sent, self._global(owner))
+        return received.to(like.device)
+
+    def _to_send(self, values: Tensor) -> Tensor:
+        """Return a tensor as it can be sent: itself, or a copy of it."""
+        return values.to("cuda" if dist.get_backend(self._group) == "nccl" else "cpu").contiguous()
+
+    def _global(self, rank: int) -> int:
+        """Return the number that a process of this group has among all processes."""
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+    def _run(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        """Run a collective operation; raise a RuntimeError that explains it if that fails."""
+        try:
+            collective(*arguments, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} could not exchange statistics: another process has ended, or has not "
+                f"come to this step in time. {error}"
+            ) from error
+
+
+ALONE = Ranks()
+
+
+def assigned(costs: Mapping[Key, float], ranks: int) -> dict[Key, int]:
+    """Return an owner for each item: the costliest first, each to the rank that has the least to do.
+
+    >>> assigned({"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0}, 2)
+    {'a': 0, 'b': 1, 'c': 1, 'd': 0}
+    """
+    load = [0.0] * ranks
+    owners = {}
+    for key in sorted(costs, key=lambda key: -costs[key]):
+        owner = load.index(min(load))
+        owners[key] = owner
+        load[owner] += costs[key]
+    return {key: owners[key] for key in costs}
