@@ -111,6 +111,16 @@ def _is_supported(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
+def _inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
+    """Return z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
+    z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
+    if isinstance(weight.module, WhitenedLinear):
+        z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
+    if weight.bias is None:
+        return z
+    return torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
+
+
 def _factors(call: Call, z_bar: Tensor, errors: Tensor, targets: int) -> FisherFactors:
     """Return the factors of the layer of a call, for one root."""
     R = getattr(call.weight.module, "R", None)
@@ -120,16 +130,6 @@ def _factors(call: Call, z_bar: Tensor, errors: Tensor, targets: int) -> FisherF
     if not (finite(z_bar) and finite(delta)):
         raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
     return FisherFactors(call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), targets)
-
-
-def _inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
-    """Return z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
-    z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
-    if isinstance(weight.module, WhitenedLinear):
-        z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-    if weight.bias is None:
-        return z
-    return torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -198,16 +198,18 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     (8, ['block', 'exact', 'kronecker'])
     """
     sides = second_moments(model, x, loss)
-    parameters = sum(len(Z) * len(D) for Z, D in sides.values())
+    sizes = [len(Z) * len(D) for Z, D in sides.values()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
-    if parameters <= EXACT_UP_TO:
-        layers = fisher_factors(model, x, loss)
-        sizes = [layer.parameters for layer in layers]
-        matrices = {kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(layers).items()}
+    measures = {}
+    if sum(sizes) <= EXACT_UP_TO:
+        for kind, G in fisher_matrices(fisher_factors(model, x, loss)).items():
+            measures[kind] = matrix_measures(G, sizes, eps)
     else:
-        matrices = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
-    white = {name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()}
-    return {"parameters": parameters, "matrices": matrices, "layers": white}
+        measures["block"] = identity_measures(block_eigenvalues(sides), eps=eps)
+    white = {}
+    for name, (Z, D) in sides.items():
+        white[name] = {"z": _distance_from_white(Z), "delta": _distance_from_white(D)}
+    return {"parameters": sum(sizes), "matrices": measures, "layers": white}
 
 
 def block_eigenvalues(sides: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:

@@ -426,3 +426,29 @@ def test_at_a_fixed_rate_a_model_may_be_given_an_iterator() -> None:
     expected = classified(seeded(Iterating), 0.1, lambda model: F.cross_entropy(model(X.chunk(3)), Y).backward())
     ours = classified(seeded(Iterating), 0.1, lambda model: F.cross_entropy(model(iter(X.chunk(3))), Y).backward())
     assert_unchanged(expected, ours)
+
+
+# A common level -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [4, 40])
+@pytest.mark.parametrize("rows", [100, 1000])
+def test_a_level_that_all_inputs_share_does_not_hide_their_differences(width: int, rows: int) -> None:
+    """The level varies 1,000 times as much as the differences. A step in float32 is that of float64."""
+    generator = torch.Generator().manual_seed(1)
+    level = 1000 * torch.randn(rows, 1, generator=generator)
+    x = level + torch.randn(rows, width, generator=generator)
+    y = (x[:, 0] > x[:, 1]).long()
+    model = seeded(lambda: mlp(width, 3, dtype=torch.float32))
+    steps = []
+    for dtype in (torch.float32, torch.float64):
+        model = model.to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+
+        def backward(model: nn.Module, dtype: torch.dtype = dtype) -> None:
+            F.cross_entropy(model(x.to(dtype)), y).backward()
+
+        steps.append(classified(model, 0.1, backward, steps=1, max_step=None, options=EXACT)["0.weight"])
+    assert_close(*steps, 0.02)

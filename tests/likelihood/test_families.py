@@ -174,13 +174,10 @@ def test_targets_are_laid_out_like_the_output_or_are_not_its_targets():
     assert Gaussian().laid_out(bits[:10], output) is None
 
 
-def test_targets_without_a_gradient_or_a_weight_are_not_reached():
+def test_targets_without_a_gradient_are_not_reached():
     gradient = torch.tensor([[[0.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]])
     expected = [[False, True], [True, False]]
     assert Categorical().reached(gradient).tolist() == Gaussian().reached(gradient).tolist() == expected
-    assert Gaussian().weighted(gradient, gradient).tolist() == expected
-    labels = torch.tensor([0, -100, 1, 1])
-    assert Categorical().weighted(labels, torch.tensor([0.5, 0.5, 0.0, 2.0])).tolist() == [True, False, False, True]
 
 
 def test_a_mask_is_kept_if_it_selects_some_targets_but_not_all():

@@ -74,7 +74,7 @@ def test_the_papers_words_are_the_mean_nll_of_a_target(word):
     loss = declared_loss(word)
     assert type(loss.likelihood) is family
     assert loss.value(f, y) == family().nll(f, y).mean()
-    assert loss.multiple(f, y) == 1
+    assert loss.multiple(y) == 1
     assert loss.functions == {function.__name__ for function, _, kind, _ in MODULES.values() if kind is family}
 
 
@@ -150,14 +150,14 @@ def test_the_loss_is_a_multiple_of_the_mean_nll(module, reduction):
     _, _, family, y = MODULES[module]
     loss = declared_loss(module(reduction=reduction))
     log_p = f.log_softmax(-1) if module is nn.NLLLoss else f
-    expected = loss.multiple(log_p, y) * family().nll(log_p, y).mean()
+    expected = loss.multiple(y) * family().nll(log_p, y).mean()
     assert loss.value(log_p, y) == pytest.approx(float(expected))
 
 
 def test_the_sum_with_class_weights_is_a_multiple_of_the_weighted_mean():
     loss = declared_loss(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"))
     weighted_mean = F.cross_entropy(f, LABELS, weight=WEIGHT.double())
-    assert loss.value(f, LABELS) == pytest.approx(float(loss.multiple(f, LABELS) * weighted_mean))
+    assert loss.value(f, LABELS) == pytest.approx(float(loss.multiple(LABELS) * weighted_mean))
 
 
 # Options are read when they are used ----------------------------------------------------------------------------------

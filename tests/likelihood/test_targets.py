@@ -452,6 +452,19 @@ def test_two_calls_with_complementary_masks_count_the_union_of_their_targets():
     )
 
 
+def test_targets_that_the_user_gives_no_weight_are_not_counted():
+    f = numbers(4, 2, 3)
+    weights = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    y = torch.tensor([[0, 1], [2, 0], [1, 1], [-100, 2]])
+    losses = {
+        "cross_entropy": lambda f: (weights * F.cross_entropy(f.mT, y, reduction="none")).sum(),
+        "mse": lambda f: (weights[..., None] * F.mse_loss(f, torch.zeros_like(f), reduction="none")).sum(),
+    }
+    for name, loss in losses.items():
+        found = seen(loss, f, declared_loss(name))
+        assert torch.equal(found.counted, (weights != 0) & (y >= 0) if name == "cross_entropy" else weights != 0)
+
+
 def test_an_ascent_is_no_loss():
     loss = lambda f: -0.1 * F.cross_entropy(f, LABELS)  # noqa: E731
     assert seen(loss, numbers(B, C), declared_loss("cross_entropy")) is None

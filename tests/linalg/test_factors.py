@@ -208,6 +208,17 @@ def test_the_true_error_is_at_most_the_stated_one(power, epsilon, tolerance, see
         assert rank(found) <= 110
 
 
+@pytest.mark.parametrize("ratio", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize("single", [True, False])
+def test_the_stated_error_includes_that_of_rounding(ratio, single):
+    """A direction that varies far more than all others leaves nothing of them in float32."""
+    second = decaying(300, 1.5, scale=1.0) + ratio * torch.ones(300, 300, dtype=f64)
+    found = low_rank(second.float() if single else second, 0.05, 0.5, most=150)
+    assert (found is None) == (single and ratio > 1)
+    if found is not None:
+        assert true_error(found, second, 0.05) <= found.error <= 0.5
+
+
 @pytest.mark.parametrize("tolerance", [0.1, 0.3])
 def test_a_direction_is_within_the_error_of_the_exact_one(tolerance):
     second = decaying(200, 1.5)

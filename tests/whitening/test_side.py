@@ -47,7 +47,7 @@ def test_an_update_adds_to_the_running_average_and_returns_it(keep):
     second = input_moments(rows(20, 4, seed=1))
     assert_close(side.update(first, keep).second, first.second, 0)
     found = side.update(second, keep)
-    expected = first.average(second, keep) if keep else second
+    expected = first.merge(second, keep) if keep else second
     assert found is side.moments
     assert_close(found.second, expected.second, 1e-14)
     assert side.observations == expected.weight == 20 + 10 * keep
@@ -72,7 +72,7 @@ def test_a_measurement_that_is_not_finite_does_not_enter_the_average(bad, keep):
     assert side.factor is factor
     assert side.mean_eigenvalue == eigenvalue
     good = input_moments(rows(20, 4, seed=2))
-    expected = kept.average(good, keep) if keep else good
+    expected = kept.merge(good, keep) if keep else good
     assert_close(side.update(good, keep).second, expected.second, 1e-14)
 
 

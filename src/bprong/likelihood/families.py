@@ -160,10 +160,6 @@ class Likelihood(ABC):
         """Which targets have a gradient at the output."""
         return self._rows(gradient != 0).any(dim=-1)
 
-    def weighted(self, y: Tensor, weights: Tensor) -> Tensor:
-        """Which of the data's targets have a weight that is not zero; weights: of what a loss function returned."""
-        return self._rows(weights.reshape(y.shape) != 0).any(dim=-1)
-
     def total_nll(self, output: Tensor, y: Tensor) -> Tensor:
         """The sum of nll over targets: its gradients are per target, however the user's own loss is reduced."""
         values = self.nll(output, y)
@@ -243,10 +239,6 @@ class Categorical(Likelihood):
 
     def classes_last(self, loss_input: Tensor) -> Tensor:
         return loss_input.movedim(1, -1) if loss_input.ndim > 2 else loss_input
-
-    def weighted(self, y: Tensor, weights: Tensor) -> Tensor:
-        counted = self.not_ignored(y)
-        return (weights.reshape(counted.shape) != 0) & counted
 
     def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
         shape = output.shape if y.is_floating_point() else output.shape[:-1]

@@ -84,20 +84,26 @@ class Loss:
     @property
     def functions(self) -> frozenset[str]:
         """The names of torch's functions that may be this loss."""
-        kinds = [kind for kind in KINDS.values() if kind is self.kind or kind.family is type(self.likelihood)]
-        return frozenset(kind.function.__name__ for kind in kinds if self.kind in (None, kind))
+        if self.kind is not None:
+            return frozenset([self.kind.function.__name__])
+        kinds = [kind for kind in KINDS.values() if kind.family is type(self.likelihood)]
+        return frozenset(kind.function.__name__ for kind in kinds)
 
     def value(self, output: Tensor, y: Tensor) -> Tensor:
         """The loss as the user computes it, of the targets that count; classes are in the output's last dimension."""
         if self.kind is None:
             return self.likelihood.total_nll(output, y) / self.likelihood.targets(output)
-        # With reduction="none" the user reduces the values.
-        options = self.options | {"reduction": "sum" if self.sums else "mean"}
-        options = {k: option.to(output) if isinstance(option, Tensor) else option for k, option in options.items()}
+        options = self.options
+        options["reduction"] = "sum" if self.sums else "mean"  # with reduction="none" the user reduces the values
+        for name, option in options.items():
+            if isinstance(option, Tensor):
+                options[name] = option.to(output)
+        if self.kind.nats is not None or y.is_floating_point():
+            y = y.to(output)
         if self.kind.nats is None:
             y = y.flatten(end_dim=output.ndim - 2)
             output = output.flatten(end_dim=-2)
-        return self.kind.function(output, y.to(output) if self.kind.nats or y.is_floating_point() else y, **options)
+        return self.kind.function(output, y, **options)
 
     def of_rows(self, select: Callable[[Tensor], Tensor], y: Tensor) -> Loss:
         """The loss of some of the rows of its targets y, if each of their elements has a weight of its own."""
@@ -106,16 +112,16 @@ class Loss:
             return self
         return Loss(self.name, self.likelihood, self.kind, self.options | {"weight": select(weight)})
 
-    def multiple(self, output: Tensor, y: Tensor) -> float:
-        """What the loss is as a multiple of the mean −log p of a target."""
+    def multiple(self, y: Tensor) -> float:
+        """What the loss is as a multiple of the mean −log p of a target; y: with classes in the last dimension."""
         weight = self.options.get("weight")
         if self.kind is not None and self.kind.nats is not None:
             size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
-            return size * self.likelihood.targets(output) / (1 if self.sums else output.numel())
+            return size * self.likelihood.targets(y) / (1 if self.sums else y.numel())
         if not self.sums:
             return 1.0
-        if self.kind is None or y.is_floating_point():
-            return float(self.likelihood.targets(output))
+        if y.is_floating_point():
+            return float(self.likelihood.targets(y))
         counted = y[y != self.likelihood.ignore_index]
         return float(counted.numel() if weight is None else weight.to(y.device)[counted].sum())
 
@@ -138,7 +144,7 @@ def declared_loss(given: Declaration | None) -> Loss:
     """The loss that was declared; None: a likelihood that only knows which targets count.
 
     >>> import torch
-    >>> declared_loss("mse").multiple(torch.zeros(8, 5), torch.zeros(8, 5))
+    >>> declared_loss("mse").multiple(torch.zeros(8, 5))
     0.4
     """
     if given is None:
@@ -168,16 +174,15 @@ def loss_of_call(likelihood: Likelihood, function: str, options: Mapping[str, An
 
 def _refusal(given: object) -> str:
     shown = repr(given) if isinstance(given, (str, int, float)) else getattr(given, "__name__", type(given).__name__)
-    advice = {
-        " Remove the sigmoid at the end of the model and use nn.BCEWithLogitsLoss.": (
-            isinstance(given, nn.BCELoss) or given is F.binary_cross_entropy
-        ),
-        " The learning rate comes after the loss, as lr=.": isinstance(given, (int, float)),
-        f" Give an instance: {shown}().": isinstance(given, type),
-    }
-    told = "".join(text for text, holds in advice.items() if holds)
+    advice = ""
+    if isinstance(given, nn.BCELoss) or given is F.binary_cross_entropy:
+        advice = " Remove the sigmoid at the end of the model and use nn.BCEWithLogitsLoss."
+    elif isinstance(given, (int, float)):
+        advice = " The learning rate comes after the loss, as lr=."
+    elif isinstance(given, type):
+        advice = f" Give an instance: {shown}()."
     return (
-        f"loss cannot be {shown}.{told} Give the loss that you minimise: {ACCEPTED}. For another negative "
+        f"loss cannot be {shown}.{advice} Give the loss that you minimise: {ACCEPTED}. For another negative "
         f"log-likelihood, give a subclass of bprong.Likelihood with nll(output, y) and sample(output). For a loss that "
         f"is none, use bprong.PRONG(model, lr=0.01), which needs no loss"
     )

@@ -8,7 +8,7 @@ f is the output and r the gradient that the user's backward pass brings to the v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ from bprong.linalg.moments import to_float64
 
 
 class Term(NamedTuple):
-    """ratio · loss(f, y); weights: of single targets, where the loss function left the reduction to the user."""
+    """ratio · loss(f, y)"""
 
     loss: Loss
     y: Tensor
     ratio: float = 1.0
-    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,33 +33,22 @@ class Targets:
     """The user's loss as a function of the output.
 
     terms:  of the loss, with targets that are laid out like the output
+    mask:   which targets it counts, without the output's last dimension; None: nothing says that any do not
     total:  its value when it was called; None: its call was not seen
-    rows:   which targets it counts, where that is known beforehand
     """
 
     terms: tuple[Term, ...]
+    mask: Tensor | None = None
     total: float | None = None
-    rows: Tensor | None = None
 
     @classmethod
-    def observed(cls, loss: Loss, y: Tensor, ratio: float = 1.0, total: float | None = None) -> Targets:
+    def observed(cls, loss: Loss, y: Tensor) -> Targets:
         """Of targets that the user gives, for the loss that was declared."""
-        return cls((Term(loss, y, ratio),), total)
+        return cls((Term(loss, y),), loss.likelihood.not_ignored(y))
 
     @property
     def y(self) -> Tensor:
         return self.terms[0].y
-
-    @cached_property
-    def mask(self) -> Tensor | None:
-        """Which targets the loss counts, without the output's last dimension; None: nothing says that any do not."""
-        if self.rows is not None:
-            return self.rows
-        union: Tensor | None = None
-        for loss, y, _, weights in self.terms:
-            mask = loss.likelihood.not_ignored(y) if weights is None else loss.likelihood.weighted(y, weights)
-            union = mask if union is None or mask is None else union | mask
-        return union
 
     @cached_property
     def counted(self) -> Tensor | None:
@@ -81,25 +69,23 @@ class Targets:
     @cached_property
     def multiple(self) -> float:
         """The user's loss as a multiple of the mean −log p of a target; it depends on the number of targets alone."""
-        return sum(term.ratio * self._multiple(term) for term in self.terms)
-
-    def _multiple(self, term: Term) -> float:
-        y = self._part(term.y) if term.loss.sums else term.y  # a mean does not depend on the number of targets
-        return term.loss.multiple(y if y.is_floating_point() else y.unsqueeze(-1), y)
+        multiple = 0.0
+        for loss, y, ratio in self.terms:
+            # A mean does not depend on the number of targets.
+            multiple += ratio * loss.multiple(self._part(y) if loss.sums else y)
+        return multiple
 
     def select(self, rows: Callable[[Tensor], Tensor]) -> Targets:
         """The targets of some of the examples; rows: selects their rows of a tensor."""
-        terms = []
-        for loss, y, ratio, _ in self.terms:
-            terms.append(Term(loss.of_rows(rows, y), rows(y), ratio))
-        return Targets(tuple(terms), rows=None if self.mask is None else rows(self.mask))
+        terms = [Term(loss.of_rows(rows, y), rows(y), ratio) for loss, y, ratio in self.terms]
+        return Targets(tuple(terms), None if self.mask is None else rows(self.mask))
 
     def _mean(self, output: Tensor) -> Tensor:
+        targets = self if self.counted is None else self.select(self._part)
         f = self._part(output)
         value = output.new_zeros(())
-        for term in self.terms:
-            loss = term.loss if self.counted is None else term.loss.of_rows(self._part, term.y)
-            value = value + term.ratio * loss.value(f, self._part(term.y))
+        for loss, y, ratio in targets.terms:
+            value = value + ratio * loss.value(f, y)
         return value / self.multiple
 
     def _part(self, tensor: Tensor) -> Tensor:
@@ -152,38 +138,55 @@ def targets_of(
 ) -> Targets | None:
     """The targets of some calls of a loss; None: these were given something other than the output.
 
+    Calls that were given parts of the output, and none that was given all of it, are one term.
+
     output:    with classes in its last dimension
     gradient:  gives what the user's backward pass left there; None: not known
     """
     losses = [loss_of_call(likelihood, call.function, _options(call, output)) for call in calls]
     ratios, values = _read(calls, losses)
     terms = []
+    mask: Tensor | None = None
     total = 0.0
     for loss, call, ratio, value in zip(losses, calls, ratios, values, strict=True):
         y = _laid_out(likelihood, call, output)
-        weights = call.gradient if call.options["reduction"] == "none" else None
-        if y is not None:  # others are further terms
-            terms.append(Term(loss, y, ratio, weights))
-            total += value
-    targets: Targets | None = Targets(tuple(terms), total)
+        if y is None:  # a further term
+            continue
+        term_mask = _mask(loss, y, call.gradient if call.options["reduction"] == "none" else None)
+        mask = term_mask if mask is None or term_mask is None else mask | term_mask
+        terms.append(Term(loss, y, ratio))
+        total += value
     if not terms:
-        targets = _of_parts(likelihood, calls, losses, ratios, sum(values), output, gradient)
-    return None if targets is None or targets.multiple < 0 else targets  # an ascent is no loss
+        rows = _rows_of_calls(likelihood, calls, output, gradient)
+        if rows is None:
+            return None
+        y, mask = rows
+        multiple = 0.0
+        for loss, call, ratio in zip(losses, calls, ratios, strict=True):
+            multiple += ratio * loss.multiple(_target(likelihood, call))
+        whole = Targets((Term(losses[0], y),), mask).multiple
+        terms.append(Term(losses[0], y, multiple / (whole or 1.0)))
+        total = sum(values)
+    targets = Targets(tuple(terms), mask, total)
+    return None if targets.multiple < 0 else targets  # an ascent is no loss
 
 
-def _of_parts(
-    likelihood: Likelihood, calls: Sequence[LossCall], losses: Sequence[Loss], ratios: Sequence[float], total: float,
-    output: Tensor, gradient: Callable[[], Tensor | None],
-) -> Targets | None:  # fmt: skip
-    """The targets of calls that were given parts of the output, as one term."""
-    rows = _rows_of_calls(likelihood, calls, output, gradient)
-    if rows is None:
-        return None
-    targets = Targets((Term(losses[0], rows[0]),), total, rows[1])
-    multiple = 0.0
-    for loss, call, ratio in zip(losses, calls, ratios, strict=True):
-        multiple += ratio * loss.multiple(likelihood.classes_last(call.input), call.target)
-    return replace(targets, terms=(Term(losses[0], rows[0], multiple / (targets.multiple or 1.0)),))
+def _mask(loss: Loss, y: Tensor, weights: Tensor | None) -> Tensor | None:
+    """Which targets are neither ignored nor have a weight of zero; None: nothing says that any are or have.
+
+    weights: of single targets, where the loss function left the reduction to the user
+    """
+    mask = loss.likelihood.not_ignored(y)
+    if weights is None:
+        return mask
+    if mask is None:
+        return loss.likelihood.reached(weights.reshape(y.shape))
+    return mask & (weights.reshape(mask.shape) != 0)
+
+
+def _target(likelihood: Likelihood, call: LossCall) -> Tensor:
+    """The targets of a call, with classes in the last dimension."""
+    return likelihood.classes_last(call.target) if call.target.is_floating_point() else call.target
 
 
 def _options(call: LossCall, output: Tensor) -> Mapping[str, Any]:
@@ -214,8 +217,7 @@ def _read(calls: Sequence[LossCall], losses: Sequence[Loss]) -> tuple[list[float
 
 def _laid_out(likelihood: Likelihood, call: LossCall, output: Tensor) -> Tensor | None:
     """The targets of a call, laid out like the output that it was given; None: it was given something else."""
-    target = likelihood.classes_last(call.target) if call.target.is_floating_point() else call.target
-    y = likelihood.laid_out(target, output)
+    y = likelihood.laid_out(_target(likelihood, call), output)
     if y is None or call.is_whole:
         return y
     rows = likelihood.classes_last(call.input)
@@ -233,13 +235,18 @@ def _rows_of_calls(
 ) -> tuple[Tensor, Tensor] | None:
     """Targets for all rows of the output, and which of them the calls were given, in their order; None: others."""
     classes = output.shape[-1]
-    inputs = [likelihood.classes_last(call.input) for call in calls]
-    if any(input.shape[-1] != classes for input in inputs):
-        return None
-    rows = output.reshape(-1, classes)
     hard = not calls[0].target.is_floating_point()
-    joined = torch.cat([input.reshape(-1, classes) for input in inputs])
-    targets = torch.cat([call.target.flatten() if hard else call.target.reshape(-1, classes) for call in calls])
+    inputs = []
+    targets = []
+    for call in calls:
+        input = likelihood.classes_last(call.input)
+        if input.shape[-1] != classes:
+            return None
+        inputs.append(input.reshape(-1, classes))
+        targets.append(call.target.flatten() if hard else _target(likelihood, call).reshape(-1, classes))
+    joined = torch.cat(inputs)
+    joined_targets = torch.cat(targets)
+    rows = output.reshape(-1, classes)
     mask = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     if len(joined) != len(rows):
         values = gradient()
@@ -247,17 +254,18 @@ def _rows_of_calls(
             return None
         mask = (values.reshape(-1, classes) != 0).any(dim=1)
         if hard:  # targets that are ignored have no gradient
-            counted = targets != likelihood.ignore_index
+            counted = joined_targets != likelihood.ignore_index
             joined = joined[counted]
-            targets = targets[counted]
+            joined_targets = joined_targets[counted]
     order = _order(joined, rows[mask], len(calls))
     if order is None:
         return None
-    y = targets.new_full((len(rows), *targets.shape[1:]), likelihood.ignore_index if hard else 0)
-    y[mask] = targets[order]
-    y = y.reshape(output.shape[:-1] if hard else output.shape)
-    mask = mask.reshape(output.shape[:-1])
-    return y, mask & likelihood.not_ignored(y) if hard else mask  # type: ignore[operator]
+    y = joined_targets.new_full((len(rows), *joined_targets.shape[1:]), likelihood.ignore_index if hard else 0)
+    y[mask] = joined_targets[order]
+    if not hard:
+        return y.reshape(output.shape), mask.reshape(output.shape[:-1])
+    y = y.reshape(output.shape[:-1])
+    return y, y != likelihood.ignore_index
 
 
 def _order(joined: Tensor, rows: Tensor, count: int) -> Tensor | None:

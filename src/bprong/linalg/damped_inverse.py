@@ -66,62 +66,59 @@ class Damping:
 
 
 def inverse(
-    second: Tensor,
-    damping: float | Damping = 0.0,
-    dtype: torch.dtype = torch.float64,
-    units: Tensor | None = None,
-    weight: float = 1.0,
+    second: Tensor, damping: float | Damping = 0.0, dtype: torch.dtype = torch.float64, weight: float = 1.0
 ) -> Tensor:
     """Return (Ž + ε)⁻¹ = UᵀU by Cholesky, without forming U.
 
     dtype:  the precision of the result; for float32 it is computed in float32 where that is safe, else in float64
-    units:  the units of the damping, for the moments of several sides at once, each with units of its own
     weight: what `second` must still be divided by
 
     >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
     [0.25, 1.0]
     """
-    second = second.to(torch.float64)
     damping = Damping.of(damping)
-    if units is None:
-        units = damping.units(second.diagonal(dim1=-2, dim2=-1) / weight)
-    # Only a damping that differs between coordinates requires a rescaling, and Cholesky reads one triangle, so the
-    # moment is not symmetrised: each would go through as much memory as the factorisation itself.
-    unit: Tensor | None = None
-    scaled = second
-    epsilon = damping.value * units
-    if damping.relative_to == "variance":
-        unit = units.sqrt()
-        scaled = second / outer(unit, unit)
-        epsilon = epsilon / unit.square()
-    if dtype != torch.float32 or not _safe_in_single(scaled, epsilon * weight):
+    units = damping.units(second.diagonal(dim1=-2, dim2=-1).to(torch.float64) / weight)
+    if damping.relative_to != "variance":
+        return inverse_of_damped(second, damping.value * units, dtype, weight)
+    # Only a damping that differs between coordinates requires a rescaling, which goes through as much memory as the
+    # factorisation itself. The scaled moment is the correlation matrix.
+    unit = units.sqrt()
+    scaled = inverse_of_damped(second / outer(unit, unit), torch.full_like(unit, damping.value), dtype, weight)
+    return scaled.div_(outer(unit, unit).to(scaled))
+
+
+def inverse_of_damped(second: Tensor, epsilon: Tensor, dtype: torch.dtype, weight: float = 1.0) -> Tensor:
+    """Return the inverse of a moment, or of several at once, with ε added to its diagonal; see `inverse`."""
+    second = second.to(torch.float64)
+    if dtype != torch.float32 or not _safe_in_single(second, epsilon * weight):
         dtype = torch.float64
-    damped = torch.div(scaled, weight, out=torch.empty_like(scaled, dtype=dtype))
+    damped = torch.div(second, weight, out=torch.empty_like(second, dtype=dtype))
     damped.diagonal(dim1=-2, dim2=-1).add_(epsilon)
-    L = _cholesky_factor(damped)
-    # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
-    result = None if L is None else torch.cholesky_inverse(L).mT
-    if result is None or not finite(result):  # a moment that is not finite ends here as well
-        U = _root(_symmetrised(scaled) / weight, epsilon)
-        result = U.mT @ U
-    return result if unit is None else result.div_(outer(unit, unit).to(result))
+    L = _cholesky_factor(damped)  # which reads one triangle, so that the moment is not symmetrised
+    if L is not None:
+        # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
+        result = torch.cholesky_inverse(L).mT
+        if finite(result):
+            return result
+    U = _root(_symmetrised(second) / weight, epsilon)  # a moment that is not finite ends here as well
+    return U.mT @ U
 
 
-def _safe_in_single(scaled: Tensor, epsilon: Tensor) -> bool:
+def _safe_in_single(second: Tensor, epsilon: Tensor) -> bool:
     """Return whether an inverse in float32 has three digits, by its condition number: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
     smallest = float(epsilon.min())
-    largest = float(torch.linalg.vector_norm(scaled))  # the Frobenius norm of all blocks bounds every eigenvalue
+    largest = float(torch.linalg.vector_norm(second))  # the Frobenius norm of all blocks bounds every eigenvalue
     if not smallest > 0:  # written so that NaN is not safe
         return False
     condition = largest / smallest + 1
-    return bool(condition * scaled.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3)
+    return bool(condition * second.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3)
 
 
 def inverses_of_equals(seconds: list[Tensor], dampings: Sequence[Damping], dtype: torch.dtype) -> list[Tensor]:
     """Return the inverses of moments of one small shape, by one factorisation; an empty list if that fails."""
     amounts = [damping.amounts(second.diagonal()) for damping, second in zip(dampings, seconds, strict=True)]
     try:
-        return list(inverse(torch.stack(seconds), 1.0, dtype, torch.stack(amounts)))
+        return list(inverse_of_damped(torch.stack(seconds), torch.stack(amounts), dtype))
     except WhiteningError:  # factored one by one, each reports for itself what is wrong
         return []
 

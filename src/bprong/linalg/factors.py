@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bprong.linalg.blocks import Blocks, joined, split
 from bprong.linalg.damped_inverse import Damping, eigenpairs, inverse
-from bprong.linalg.moments import Moments
+from bprong.linalg.moments import Moments, random_directions
 
 OVERSAMPLING = 32  # directions iterated beyond the previous rank
 FIRST_SIZE = 64  # directions iterated at first, without a previous factor to start from
@@ -224,32 +224,16 @@ def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | Non
     return torch.baddbmm(g_W, g_b.unsqueeze(-1), c.unsqueeze(-2), alpha=-1, out=out)
 
 
-def is_single_block(factor: Factor) -> bool:
-    """Whether a factor is one dense matrix, so that it can be stacked with others."""
-    return isinstance(factor, Dense) and not factor.blocks.lead
-
-
-def stacked(factors: Sequence[Factor | None]) -> Factor | None:
-    """Single blocks of one size as one factor of several groups; a single factor, or None for all, as it is."""
-    if len(factors) == 1 or factors[0] is None:
-        return factors[0]
-    inverses = torch.stack([factor.inverse for factor in factors if isinstance(factor, Dense)])
-    return Dense(inverses, Blocks(inverses.shape[-1], groups=len(factors)))
-
-
 def shape_of_state(state: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of the inverse that a factor's `state_dict` stands for."""
-    tensor = next(value for value in state.values() if isinstance(value, Tensor))
+    tensor, *_ = state.values()
     return (*tensor.shape[:-1], tensor.shape[-2])
 
 
 def factor_of_state(state: Mapping[str, Any], blocks: Blocks, like: Tensor) -> Factor:
     """The factor whose `state_dict` this is."""
-    parts = dict(state)
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            parts[name] = value.to(like)
-    return Dense(**parts, blocks=blocks) if set(parts) == set(Dense.tensor_names) else LowRank(**parts)
+    tensor, *numbers = state.values()
+    return LowRank(tensor.to(like), *numbers) if numbers else Dense(tensor.to(like), blocks)
 
 
 # Numbers that describe a factor, so that it can be restored from its tensor -------------------------------------------
@@ -278,7 +262,7 @@ def described_state(numbers: Sequence[float], tensor: Tensor) -> dict[str, Any] 
     if not numbers[0]:
         return None
     kind = KINDS[int(numbers[0]) - 1]
-    return {kind.tensor_names[0]: tensor} | dict(zip(kind.number_names, numbers[4:], strict=False))
+    return dict(zip(kind.tensor_names + kind.number_names, [tensor, *numbers[4:]], strict=False))
 
 
 def exact_factor(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Factor:
@@ -304,7 +288,7 @@ def distance_from_white(factor: Factor | None, second: Tensor) -> float:
     size = second.shape[-1]
     v = torch.eye(size, dtype=second.dtype, device=second.device)
     if size > 4 * PROBES:
-        v = _directions(second, PROBES) / PROBES**0.5
+        v = random_directions(size, PROBES, second) / PROBES**0.5
     squared = float((v * off_white(off_white(v))).sum())
     return math.sqrt(max(squared, 0.0) * size / second.numel())
 
@@ -324,7 +308,7 @@ def low_rank(
     size = FIRST_SIZE if start is None else start.shape[1] + OVERSAMPLING
     while True:
         size = min(size, largest)
-        added = _directions(second, size - vectors.shape[1])
+        added = random_directions(len(second), size - vectors.shape[1], second)
         values, vectors, residuals = _leading(second, torch.cat([vectors, added], dim=1))
         factor = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
         if factor.error <= tolerance:
@@ -347,12 +331,6 @@ def _expected_error(values: Tensor, rank: int, epsilon: float) -> float:
     return float(tail / (tail + epsilon))
 
 
-def _directions(like: Tensor, count: int) -> Tensor:
-    """(d, count) random directions for moments (…, d, d), from a generator of their own, the same at each call."""
-    generator = torch.Generator().manual_seed(count)
-    return torch.randn(like.shape[-1], count, generator=generator, dtype=torch.float32, device="cpu").to(like)
-
-
 def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ritz values λ, largest first, vectors P and residuals ŽP − Pλ after some rounds of subspace iteration."""
     for _ in range(ROUNDS):
@@ -372,7 +350,8 @@ def _truncated(
     """The factor of the least rank, a multiple of RANK_MULTIPLE, whose error is within the tolerance.
 
     Its rank is chosen by the error that the tail can make, of whose eigenvalues the mean and the largest are known; it
-    is the largest rank allowed if none is enough. The factor states this error and what the residuals add to it.
+    is the largest rank allowed if none is enough. The factor states this error, what the residuals add to it, and what
+    rounding adds, which is in proportion to the largest eigenvalue.
     """
     ranks = torch.arange(1, len(values), device=values.device)
     means = ((second.trace() - values.cumsum(0)[:-1]) / (len(second) - ranks)).clamp(min=0)
@@ -386,5 +365,6 @@ def _truncated(
     # The residual of the next direction too: the tail's largest eigenvalue is known to within it.
     scaled = residuals[:, : k + 1] / (values[: k + 1].clamp(min=0) + epsilon).sqrt() / s**0.5
     inaccuracy = torch.linalg.matrix_norm(scaled.T @ scaled, 2).sqrt()  # ‖scaled‖ of a (k + 1)² matrix, not of d · k
+    rounding = torch.finfo(values.dtype).eps * float(values[0]) / s
     error = float(errors[k - 1])
-    return LowRank(vectors[:, :k] * weights.sqrt(), s, max(SLACK * error, error + float(inaccuracy)))
+    return LowRank(vectors[:, :k] * weights.sqrt(), s, max(SLACK * error, error + float(inaccuracy)) + rounding)

@@ -2,8 +2,8 @@
 
 Fujimoto & Ohira, sections 3.1 and 3.2:  c = E[z],  Ž = E[(z−c)(z−c)ᵀ],  D = E[δδᵀ].
 
-A batch with more rows than features is summed in the precision of the model, at least float32 (`Sums`). Everything
-else is float64: the products of fewer rows, whose rank rounding would hide, averages, and what is computed from them.
+A large batch is summed in float32 where that is accurate (`Sums`). Everything else is float64: the products of fewer
+rows than features, whose rank rounding would hide, averages, and what is computed from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from torch import Tensor
 from bprong.linalg.blocks import Blocks, split
 
 PANEL = 128  # rows of a second moment that are computed at once, from the diagonal on; symmetry gives the rest
-ORDINARY = 1e8  # sizes of numbers, and of their reciprocals, whose squares can be summed in float32
+
+# Products are summed in float32 if combinations of some rows, which are as likely to point anywhere as the rows
+# themselves, show that their rounding hides nothing (`_precision`).
+FLOAT64_UP_TO = 2**14  # numbers: the products of so few rows take less time than such a test
+COMBINED = 128  # rows
+COMBINATIONS = 8
+DOMINATED = 1e-4  # of the variance of the leading direction; below that, rounding changes a step by a percent or more
+ORDINARY = 1e16  # squares, and their reciprocals, whose sums do not overflow in float32
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,10 @@ class Moments:
     @property
     def second(self) -> Tensor:
         """Ž or D: the scatter divided by the weight."""
-        return self.scatter / self.weight
+        return self.second_in(torch.float64)
 
     def second_in(self, dtype: torch.dtype) -> Tensor:
-        """Return a copy of Ž or D in another precision; cheaper than converting `second`."""
+        """Return Ž or D in new memory, in another precision."""
         return self.scatter.to(dtype, copy=True).div_(self.weight)
 
     @property
@@ -75,49 +82,45 @@ class Moments:
         """Whether every observation was finite: an infinite or NaN row leaves its mark in the variances."""
         return finite(self.variances)
 
-    def merge(self, other: Moments) -> Moments:
-        """Return the moments of both sets of observations (Chan, Golub & LeVeque's pairwise rule)."""
-        if self._description != other._description:
-            raise ValueError(f"cannot merge {self._description} with {other._description}")
-        return self.average(other, 1.0)
+    def merge(self, new: Moments, keep: float = 1.0) -> Moments:
+        """Return the moments of both sets of observations, these with `keep` times their weight.
 
-    @property
-    def _description(self) -> str:
-        """What must be equal for two moments to be merged, in words."""
-        kind = "uncentred" if self.mean is None else "centred"
-        return f"{kind} moments of {tuple(self.variances.shape)} features"
+        With a `keep` below one this is a running average without bias.
+        """
+        if (self.mean is None) != (new.mean is None):
+            raise ValueError("cannot merge centred moments with uncentred moments")
+        return self.copy().average_(new, keep)
 
     def copy(self) -> Moments:
         """Return these moments, summed in float64, in new memory."""
         scatter = self.scatter
         return replace(self, values=scatter.clone() if scatter is self.values else scatter, as_rows=False)
 
-    def average(self, new: Moments, keep: float) -> Moments:
-        """Return a running average without bias: these moments, with `keep` times their weight, merged with `new`."""
-        return self.copy().average_(new, keep)
-
     def average_(self, new: Moments, keep: float) -> Moments:
-        """Return the same in the memory of these moments, which must be float64 and are not valid afterwards."""
+        """Return what `merge` returns, in the memory of these moments, which are not valid afterwards.
+
+        These must be float64 and not rows. The rule is Chan, Golub & LeVeque's.
+        """
+        scatter = self.values
+        if self.diagonal:
+            scatter.mul_(keep).add_(new.variances, alpha=new.weight)
+        elif new.as_rows:
+            add_products_(scatter, new.values, keep)
+        else:
+            scatter.mul_(keep).add_(new.values)
         old_weight = self.weight * keep
         weight = old_weight + new.weight
-        if self.diagonal:
-            scatter = self.values.mul_(keep).add_(new.variances, alpha=new.weight)
-        elif new.as_rows:
-            scatter = add_products_(self.values, new.values, keep)
-        else:
-            scatter = self.values
-            new_panels = torch.split(new.values, PANEL, dim=-2)
-            for panel, new_panel in zip(torch.split(scatter, PANEL, dim=-2), new_panels, strict=True):
-                panel.mul_(keep).add_(new_panel)  # which makes a converted copy of the new panel
-        if self.mean is None or new.mean is None:
-            return Moments(weight, None, scatter, diagonal=self.diagonal)
-        difference = new.mean - self.mean
-        # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
-        mean = self.mean + difference * (new.weight / weight)
-        between = old_weight * new.weight / weight
-        if self.diagonal:
-            return Moments(weight, mean, scatter.addcmul_(difference, difference, value=between), diagonal=True)
-        return Moments(weight, mean, add_outer(scatter, difference, difference, between, out=scatter))
+        mean = self.mean
+        if mean is not None and new.mean is not None:
+            difference = new.mean - mean
+            # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
+            mean = mean + difference * (new.weight / weight)
+            between = old_weight * new.weight / weight
+            if self.diagonal:
+                scatter.addcmul_(difference, difference, value=between)
+            else:
+                add_outer(scatter, difference, difference, between, out=scatter)
+        return replace(self, weight=weight, mean=mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the numbers, since averages change in place."""
@@ -131,7 +134,7 @@ class Moments:
 
 
 class Sums:
-    """The moments of rows that are added chunk by chunk, in the precision of the model, at least float32.
+    """The moments of rows that are added chunk by chunk.
 
     centre:     whether they are centred at their mean
     keep_rows:  whether the moments are to have the rows themselves
@@ -161,18 +164,18 @@ class Sums:
         """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
         rows = rows.detach()
         if self._origin is None:
-            rows = rows.to(float64_device(rows), _precision(rows))
+            rows = rows.to(float64_device(rows), torch.promote_types(rows.dtype, torch.float32))
             self._origin = _origin(rows) if self._centre else rows.new_zeros(())
         rows = rows.to(self._origin)
         if self._centre:
             rows = rows - self._origin
             self._sum = self._sum + rows.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
-        if self._scatter is None and (self._keep_rows or max(self.rows, expected) < rows.shape[-1]):
-            self._chunks.append(rows if self._centre else rows.clone())
-            return
         if self._scatter is None:
-            self._scatter = rows.new_zeros(*rows.shape[1:], rows.shape[-1])
+            if self._keep_rows or max(self.rows, expected) < rows.shape[-1]:
+                self._chunks.append(rows.clone())
+                return
+            self._scatter = rows.new_zeros(*rows.shape[1:], rows.shape[-1], dtype=_precision(rows))
         for chunk in (*self._chunks, rows):
             add_products_(self._scatter, chunk)
         self._chunks.clear()
@@ -193,17 +196,16 @@ class Sums:
         """
         weight = float(self.rows) if weight is None else weight
         as_rows = self._scatter is None
-        values = self._scatter
-        if values is None:
-            values = self._chunks[0] if len(self._chunks) == 1 else torch.cat(self._chunks)
+        values = torch.cat(self._chunks) if self._scatter is None else self._scatter
         if self._origin is None or not isinstance(self._sum, Tensor):
             return Moments(weight, None, values, as_rows)
-        s = self._sum.to(values)
+        offset = self._sum / self.rows
         if as_rows:
-            values.sub_(s, alpha=1 / self.rows)
+            values -= offset.to(values)
         else:
+            s = self._sum.to(values)
             add_outer(values, s, s, -1 / self.rows, out=values)
-        return Moments(weight, self._origin + self._sum / self.rows, values, as_rows)
+        return Moments(weight, self._origin + offset, values, as_rows)
 
 
 def _origin(rows: Tensor) -> Tensor:
@@ -213,12 +215,32 @@ def _origin(rows: Tensor) -> Tensor:
 
 
 def _precision(rows: Tensor) -> torch.dtype:
-    """Return the precision to sum rows in: at least float32; float64 if squares in float32 could over- or underflow."""
-    if rows.dtype is torch.float64:
+    """Return the precision to sum the products of rows like these in: float32 where that is accurate, else float64.
+
+    Products in float32 are rounded in proportion to the directions in which rows vary most. If these are few, such as a
+    level that all features share, and vary far more than all others, rounding hides the others, which whitening would
+    then enlarge. Combinations of rows show it: their Gram matrix has as many large eigenvalues as there are such
+    directions.
+    """
+    size = rows.shape[-1]
+    if rows.dtype is torch.float64 or rows.numel() <= FLOAT64_UP_TO or size == 1:
         return torch.float64
-    minimum, maximum = rows.aminmax()
-    largest = max(-float(minimum), float(maximum))
-    return torch.float32 if largest == 0 or 1 / ORDINARY <= largest <= ORDINARY else torch.float64
+    some = rows[:: math.ceil(len(rows) / COMBINED)].to(torch.float64)
+    combined = random_directions(len(some), COMBINATIONS, some).T @ some.flatten(1)
+    combined = combined.view(COMBINATIONS, -1, size).transpose(0, 1)  # (blocks, combinations, d)
+    gram = combined @ combined.mT
+    largest = float(gram.max())
+    if largest != 0 and not 1 / ORDINARY < largest < ORDINARY:  # or not finite
+        return torch.float64
+    eigenvalues = torch.linalg.eigvalsh(gram)
+    is_dominated = eigenvalues[:, COMBINATIONS // 2] < DOMINATED * eigenvalues[:, -1]
+    return torch.float64 if is_dominated.any() else torch.float32
+
+
+def random_directions(size: int, count: int, like: Tensor) -> Tensor:
+    """Return (size, count) random numbers from a generator of their own, the same at each call."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(size, count, generator=generator, dtype=torch.float32, device="cpu").to(like)
 
 
 def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:

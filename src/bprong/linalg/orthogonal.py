@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Factor, is_single_block, stacked
+from bprong.linalg.blocks import Blocks
+from bprong.linalg.factors import Dense, Factor
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon's a, b, c: chosen for a steep rise at zero
 STEPS = 5
@@ -65,86 +66,72 @@ class WhitenedMsgn:
     """
 
     def __init__(self, matrices: Sequence[Tensor], metrics: Sequence[Metric]) -> None:
-        shapes = [_shape(M, metric) for M, metric in zip(matrices, metrics, strict=True)]
+        places: dict[object, list[int]] = {}  # of matrices of one shape
+        for i, (M, metric) in enumerate(zip(matrices, metrics, strict=True)):
+            places.setdefault(_shape(M, metric) or i, []).append(i)
+        self._places = list(places.values())
         self._stacks: list[_Stack] = []
-        for places in _places_of_equals(shapes):
-            self._stacks.append(_Stack([metrics[i] for i in places], places, matrices[places[0]]))
+        for equals in self._places:
+            self._stacks.append(_Stack([metrics[i] for i in equals], matrices[equals[0]]))
 
     def __call__(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        grams = []  # A
-        products = []  # M Q / √t
-        for stack in self._stacks:
-            M = stack.join(matrices)
-            MQ = M if stack.Q is None else stack.Q.right(M)
-            A = stack.between(MQ @ M.mT)
-            trace = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-            trace = trace.clamp(min=torch.finfo(torch.float32).tiny)  # M may be zero, and then stays so
-            grams.append(A / trace)
-            products.append(MQ * trace.rsqrt())
-        results: list[Tensor] = list(matrices)
-        for stack, product, p in zip(self._stacks, products, _polynomials(grams), strict=True):
-            msgn = stack.between(p) @ product
-            if stack.is_tall:
-                msgn = msgn.mT
-            for i, place in enumerate(stack.places):
-                results[place] = msgn if len(stack.places) == 1 else msgn[i]
+        results = list(matrices)
+        for stack, places in zip(self._stacks, self._places, strict=True):
+            for i, msgn in zip(places, stack.msgn([matrices[i] for i in places]), strict=True):
+                results[i] = msgn
         return results
 
 
 class _Stack:
     """Matrices of one shape as one, none of which has more rows than columns: tall ones are transposed.
 
-    places:  of these matrices among all
-    S:       the symmetric root of the factor of the rows
-    Q:       the factor of the columns
+    S:  the symmetric root of the factor of the rows
+    Q:  the factor of the columns
     """
 
-    def __init__(self, metrics: Sequence[Metric], places: Sequence[int], like: Tensor) -> None:
-        self.places = places
+    def __init__(self, metrics: Sequence[Metric], like: Tensor) -> None:
         self.is_tall = like.shape[-2] > like.shape[-1]
         rows = [metric.outputs for metric in metrics]
         columns = [metric.inputs for metric in metrics]
         if self.is_tall:
             rows, columns = columns, rows
-        self.S = stacked([None if factor is None else factor.root for factor in rows])
-        self.Q = stacked(columns)
+        self.S = _stacked([None if factor is None else factor.root for factor in rows])
+        self.Q = _stacked(columns)
 
-    def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Return (n, rows, columns), or a single matrix; each divided by its largest entry, to avoid overflow."""
-        places = self.places
-        M = matrices[places[0]] if len(places) == 1 else torch.stack([matrices[i] for i in places])
+    def msgn(self, matrices: list[Tensor]) -> Sequence[Tensor]:
+        """Return Rᵀ msgn(R M Uᵀ) U of each of the matrices."""
+        M = matrices[0] if len(matrices) == 1 else torch.stack(matrices)
         largest = M.abs().amax(dim=(-2, -1), keepdim=True)
-        M = M / largest.clamp(min=torch.finfo(M.dtype).tiny)
-        return M.mT if self.is_tall else M
+        M = M / largest.clamp(min=torch.finfo(M.dtype).tiny)  # to avoid overflow
+        if self.is_tall:
+            M = M.mT
+        MQ = M if self.Q is None else self.Q.right(M)
+        A = self._between(MQ @ M.mT)
+        trace = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        trace = trace.clamp(min=torch.finfo(torch.float32).tiny)  # M may be zero, and then stays so
+        msgn = self._between(polynomial(A / trace)) @ (MQ * trace.rsqrt())
+        if self.is_tall:
+            msgn = msgn.mT
+        return [msgn] if len(matrices) == 1 else msgn.unbind()
 
-    def between(self, A: Tensor) -> Tensor:
+    def _between(self, A: Tensor) -> Tensor:
         """Return S A S."""
         return A if self.S is None else self.S.right(self.S.left(A))
 
 
 def _shape(M: Tensor, metric: Metric) -> object:
-    """Return what matrices must have in common to share their products; a unique object for one that cannot."""
-    factors = [factor for factor in metric if factor is not None]
-    if M.ndim > 2 or M.numel() > SHARED_UP_TO or not all(map(is_single_block, factors)):
-        return object()
+    """Return what matrices must have in common to share their products; None for one that cannot."""
+    if M.ndim > 2 or M.numel() > SHARED_UP_TO:
+        return None
+    for factor in metric:
+        if factor is not None and (not isinstance(factor, Dense) or factor.blocks.lead):
+            return None
     return M.shape, M.dtype, M.device, metric.outputs is None, metric.inputs is None
 
 
-def _places_of_equals(shapes: Sequence[object]) -> list[list[int]]:
-    """Return the places of each distinct shape."""
-    places: dict[object, list[int]] = {}
-    for i, shape in enumerate(shapes):
-        places.setdefault(shape, []).append(i)
-    return list(places.values())
-
-
-def _polynomials(grams: Sequence[Tensor]) -> list[Tensor]:
-    """Return the polynomials of stacks of matrices; matrices of one size share their products."""
-    flat = [A.reshape(-1, *A.shape[-2:]) for A in grams]
-    results: list[Tensor] = list(flat)
-    for places in _places_of_equals([(A.shape[1:], A.dtype, A.device) for A in flat]):
-        stack = [flat[i] for i in places]
-        p = polynomial(stack[0] if len(stack) == 1 else torch.cat(stack))
-        for i, part in zip(places, torch.split(p, list(map(len, stack))), strict=True):
-            results[i] = part.view_as(grams[i])
-    return results
+def _stacked(factors: Sequence[Factor | None]) -> Factor | None:
+    """Return dense factors of one size as one factor of several groups; a single factor, or None for all, as it is."""
+    if len(factors) == 1 or factors[0] is None:
+        return factors[0]
+    inverses = torch.stack([factor.inverse for factor in factors if isinstance(factor, Dense)])
+    return Dense(inverses, Blocks(inverses.shape[-1], groups=len(factors)))
