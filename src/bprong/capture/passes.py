@@ -241,6 +241,7 @@ class Batches:
             begun.calls.opaque = True
         elif weights:
             begun.calls = begun.recording.enter_context(recorded_calls(weights, formulas=False))
+            begun.calls.note_masks((args, kwargs))
         return begun
 
     def _keep(self, begun: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
