@@ -2,7 +2,7 @@
 
 from bprong.audit import audit
 from bprong.capture.coverage import coverage
-from bprong.capture.register import register
+from bprong.capture.weights import register
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping

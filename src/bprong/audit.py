@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import roots_of, send_back
+from bprong.capture.backprop import Graph, roots_of
 from bprong.capture.calls import Call
 from bprong.capture.output import Output
 from bprong.capture.own_pass import recorded_run
@@ -96,9 +96,11 @@ def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFa
                 "a layer is called more than once in a forward pass; the audit supports one call of each layer"
             )
         targets = likelihood.targets(output.values)
+        graph = Graph(output)
         for root in roots_of(output.values, None, likelihood, "exact"):
             errors: dict[Call, Tensor] = {}
-            send_back(output, calls, root, errors.__setitem__)
+            with calls.quiet():
+                graph.send_back(calls, root, errors.__setitem__)
             for call in calls:
                 if call in errors:
                     yield _factors(call, z_bars[call.weight.name], errors[call], targets)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.capture.measure import record
+from bprong.capture.measure import Measurement, record
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Categorical
 from bprong.likelihood.loss import declared_loss
@@ -18,7 +18,9 @@ def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=No
     layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
     weights = {weight_matrix_of(name, m): m.bias is not None for name, m in layers.items()}
     likelihood = declared_loss(loss).likelihood
-    return record(model, weights, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
+    names = {weight.name for weight in weights}
+    wanted = Measurement(likelihood, names, names if errors is None else errors, fisher)
+    return record(model, weights, x, y, wanted, seed=seed)
 
 
 def brute_force_D(model, layer, x):

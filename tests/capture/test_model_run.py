@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bprong
-from bprong.capture.measure import record
+from bprong.capture.measure import Measurement, record
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Likelihood
 from bprong.likelihood.loss import declared_loss
@@ -19,7 +19,9 @@ def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=No
     layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
     weights = {weight_matrix_of(name, m): m.bias is not None for name, m in layers.items()}
     likelihood = declared_loss(loss).likelihood
-    return record(model, weights, x, y, likelihood=likelihood, fisher=fisher, errors=errors, seed=seed)
+    names = {weight.name for weight in weights}
+    wanted = Measurement(likelihood, names, names if errors is None else errors, fisher)
+    return record(model, weights, x, y, wanted, seed=seed)
 
 
 class Restless(nn.Module):

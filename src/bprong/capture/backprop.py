@@ -5,7 +5,7 @@ Also which rows of a call belong to targets that count, and whether the recorded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Literal, cast
@@ -22,6 +22,7 @@ from bprong.likelihood.random_numbers import generator
 from bprong.linalg.moments import float64_copy, to_float64
 
 Fisher = Literal["sampled", "exact", "empirical"]
+Take = Callable[[Call, Tensor], None]
 UNEXPLAINED = 2e-2  # relative; far above the rounding of float32, far below the effect of a use that was missed
 
 
@@ -69,99 +70,6 @@ def of_targets(root: Tensor, counted: Tensor) -> Tensor:
     return (root.reshape(len(counted), -1) * counted.view(-1, 1)).view_as(root)
 
 
-def send_back(output: Output, calls: Iterable[Call], root: Tensor, take: Callable[[Call, Tensor], None]) -> None:
-    """Propagate a gradient at the output back and give each call its δ, if one arrives there.
-
-    They arrive one after the other and are not kept, so that `take` should not keep them either. Autograd computes
-    gradients only on the way to those that are asked for, so the calls behind which there is no other are asked for.
-    """
-    by_node: dict[Node, list[Call]] = {}
-    for call in calls:
-        if call.edge is not None:
-            by_node.setdefault(call.edge.node, []).append(call)
-    if not by_node:
-        return
-    if not output.edges:
-        raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
-    last = _last_of([edge.node for edge in output.edges], by_node.keys())
-    asked = [call for node in by_node if node in last for call in by_node[node]]
-    with ExitStack() as hooks:
-        for node in by_node.keys() - last:
-            hooks.callback(node.register_prehook(partial(_pass_on, by_node[node], take)).remove)
-        deltas = output.gradients(root, [cast(GradientEdge, call.edge) for call in asked])
-    for call, delta in zip(asked, deltas, strict=True):
-        if delta is not None:
-            take(call, delta)
-
-
-def leading_to(output: Output, calls: Sequence[Call]) -> list[Call]:
-    """Return the calls that the output depends on, and all calls of a layer of which it depends on none.
-
-    Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A layer
-    without any may reach the loss in another way, such as a second head.
-    """
-    if not output.edges:
-        return list(calls)
-    nodes = {edge.node for edge in output.edges}
-    stack = list(nodes)
-    while stack:
-        following = [node for node, _ in stack.pop().next_functions if node is not None and node not in nodes]
-        nodes.update(following)
-        stack += following
-    leading = [call for call in calls if call.edge is not None and call.edge.node in nodes]
-    names = {call.weight.name for call in leading}
-    chosen = set(leading)
-    return [call for call in calls if call in chosen or call.weight.name not in names]
-
-
-def _pass_on(calls: Sequence[Call], take: Callable[[Call, Tensor], None], gradients: Sequence[Tensor | None]) -> None:
-    """Give calls their δ: a hook that runs before an operation is differentiated, with the gradients of its results."""
-    for call in calls:
-        delta = gradients[cast(GradientEdge, call.edge).output_nr]
-        if delta is not None:
-            take(call, delta)
-
-
-def _last_of(starts: Sequence[Node], nodes: Set[Node]) -> set[Node]:
-    """Return those of the nodes that lead to no other of them; starts: where a backward pass begins."""
-    leads: dict[Node, bool] = {}  # whether a node leads to one of them; False while it is visited
-    stack = [(node, False) for node in starts]
-    while stack:
-        node, is_finished = stack.pop()
-        following = [after for after, _ in node.next_functions if after is not None]
-        if is_finished:
-            leads[node] = any(after in nodes or leads[after] for after in following)
-        elif node not in leads:
-            leads[node] = False
-            stack.append((node, True))
-            stack += [(after, False) for after in following if after not in leads]
-    return {node for node in nodes if not leads.get(node, False)}
-
-
-# Which rows count -----------------------------------------------------------------------------------------------------
-
-
-def rows_that_count(
-    output: Output, calls: Sequence[Call], counted: Tensor, reached: Mapping[Call, Tensor]
-) -> dict[Call, Tensor]:
-    """Return masks (rows,) of the rows of each call that belong to targets that count; padding, for example, does not.
-
-    A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it belongs
-    to the target at the same place, if rows are laid out as targets are, and otherwise to those of its example.
-
-    reached: the rows that errors of targets that count came back to, for those calls whose errors were measured
-    """
-    root = of_targets(_normal(output.values), counted)
-    others = [call for call in calls if call not in reached]
-    masks = {call: call.errors(root.new_zeros(call.shape)).flatten(1).any(dim=1) for call in others}  # False everywhere
-    send_back(output, others, root, lambda call, delta: masks.update({call: nonzero_rows(call, delta)}))
-    masks |= reached
-    targets = output.values.shape[:-1]
-    if counted.numel() == targets.numel():
-        counted = counted.view(targets)
-    return {call: mask | _placed(call, counted, mask) for call, mask in masks.items()}
-
-
 def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
     """Return a mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
     rows = call.errors(delta).detach().flatten(1)
@@ -169,57 +77,142 @@ def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
     return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
 
 
+class Graph:
+    """The autograd graph behind an output, through which errors are sent back to recorded calls."""
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+        self._nodes: list[Node] = []  # each after those that it leads to
+        visited: set[Node] = set()
+        stack = [(edge.node, False) for edge in output.edges]
+        while stack:
+            node, is_finished = stack.pop()
+            if is_finished:
+                self._nodes.append(node)
+            elif node not in visited:
+                visited.add(node)
+                stack.append((node, True))
+                stack += [(after, False) for after, _ in node.next_functions if after is not None]
+
+    def leading(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls that the output depends on, and all calls of a layer of which it depends on none.
+
+        Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A
+        layer without any may reach the loss in another way, such as a second head.
+        """
+        nodes = set(self._nodes)
+        leading = {call for call in calls if call.edge is not None and call.edge.node in nodes}
+        names = {call.weight.name for call in leading}
+        return [call for call in calls if call in leading or call.weight.name not in names]
+
+    def send_back(self, calls: Iterable[Call], root: Tensor, take: Take) -> None:
+        """Propagate a gradient at the output back and give each call its δ, if one arrives there.
+
+        They arrive one after the other and are not kept, so that `take` should not keep them either. Autograd computes
+        gradients only on the way to those that are asked for, so the calls behind which there is no other are asked
+        for.
+        """
+        by_node: dict[Node, list[Call]] = {}
+        for call in calls:
+            if call.edge is not None:
+                by_node.setdefault(call.edge.node, []).append(call)
+        if not by_node:
+            return
+        if not self._nodes:
+            raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
+        leads: set[Node | None] = set()  # nodes that lead to a call
+        for node in self._nodes:
+            if any(after in by_node or after in leads for after, _ in node.next_functions):
+                leads.add(node)
+        asked: list[Call] = []
+        with ExitStack() as hooks:
+            for node, calls_there in by_node.items():
+                if node in leads:
+                    hooks.callback(node.register_prehook(partial(_pass_on, calls_there, take)).remove)
+                else:
+                    asked += calls_there
+            deltas = self.output.gradients(root, [cast(GradientEdge, call.edge) for call in asked])
+        for call, delta in zip(asked, deltas, strict=True):
+            if delta is not None:
+                take(call, delta)
+
+    def rows_that_count(
+        self, calls: Sequence[Call], counted: Tensor, reached: Mapping[Call, Tensor]
+    ) -> dict[Call, Tensor]:
+        """Return masks (rows,) of the rows of each call that belong to targets that count.
+
+        A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it
+        belongs to the target at the same place, if rows are laid out as targets are, and otherwise to those of its
+        example.
+
+        reached: the rows that errors of targets that count came back to, for those calls whose errors were measured
+        """
+        values = self.output.values
+        masks = {call: counted.new_zeros(call.rows) for call in calls} | dict(reached)
+
+        def take(call: Call, delta: Tensor) -> None:
+            masks[call] = nonzero_rows(call, delta)
+
+        self.send_back(masks.keys() - reached.keys(), of_targets(_normal(values), counted), take)
+        targets = values.shape[:-1]
+        if counted.numel() == targets.numel():
+            counted = counted.view(targets)
+        return {call: mask | _placed(call, counted, mask) for call, mask in masks.items()}
+
+    def unexplained(self, calls: Sequence[Call]) -> set[str]:
+        """Return the names of weights that are used in ways that were not recorded.
+
+        The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It
+        is not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
+        convolution transposed. The recorded calls then tell only a part of what the weight does.
+        """
+        trained = [call for call in calls if call.weight.weight.requires_grad and call.edge is not None]
+        if not trained or not self._nodes:
+            return set()
+        weights = list(dict.fromkeys(call.weight for call in trained))
+        edges = [*(get_gradient_edge(weight.weight) for weight in weights), *(call.edge for call in trained)]
+        with ExitStack() as stack:
+            # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
+            for hooks in filter(None, (weight.weight._backward_hooks for weight in weights)):
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
+            gradients = self.output.gradients(_normal(self.output.values), cast(list[GradientEdge], edges))
+        products: dict[WeightMatrix, Tensor | int] = dict.fromkeys(weights, 0)
+        for call, delta in zip(trained, gradients[len(weights) :], strict=True):
+            if delta is not None:
+                products[call.weight] += _product(call, delta)
+        names = set()
+        for weight, gradient in zip(weights, gradients, strict=False):
+            if gradient is not None and not _explained(weight, gradient, products[weight]):
+                names.add(weight.name)
+        return names
+
+
+def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | None]) -> None:
+    """Give calls their δ: a hook that runs before an operation is differentiated, with the gradients of its results."""
+    for call in calls:
+        delta = gradients[cast(GradientEdge, call.edge).output_nr]
+        if delta is not None:
+            take(call, delta)
+
+
 def _placed(call: Call, targets: Tensor, reached: Tensor) -> Tensor:
     """Return a mask (rows,) of the rows at the place of a target that counts; reached: rows that errors came to."""
     examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
-    leading = call.shape[: call.feature_dim]
     each = len(reached) // len(examples)
     layouts = [reached]
     if len(reached) == targets.numel():
         layouts = [targets.flatten()]
         if targets.ndim == 2:
             layouts.append(targets.T.flatten())
-    elif len(reached) == each * len(examples) and len(examples) in leading[:2]:
+    elif len(reached) == each * len(examples) and len(examples) in call.shape[: call.feature_dim][:2]:
         layouts = [examples.repeat_interleave(each), examples.repeat(each)]
     # Batch-first or time-first? Take the layout that agrees with most of the rows that errors came back to.
     return max(layouts, key=lambda layout: int((layout & reached).sum()))
 
 
-# Is every use recorded? -----------------------------------------------------------------------------------------------
-
-
-def unexplained(output: Output, calls: Sequence[Call]) -> set[str]:
-    """Return the names of weights that are used in ways that were not recorded.
-
-    The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It is
-    not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
-    convolution transposed. The recorded calls then tell only a part of what the weight does.
-    """
-    trained = [call for call in calls if call.weight.weight.requires_grad]
-    edges = {call: call.edge for call in trained if call.edge is not None}
-    if not edges or not output.edges:
-        return set()
-    weights = list({call.weight: None for call in edges})
-    wanted = [*(get_gradient_edge(weight.weight) for weight in weights), *edges.values()]
-    with ExitStack() as stack:
-        # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
-        for hooks in filter(None, (weight.weight._backward_hooks for weight in weights)):
-            stack.callback(hooks.update, dict(hooks))
-            hooks.clear()
-        gradients = output.gradients(_normal(output.values), wanted)
-    deltas = list(zip(edges, gradients[len(weights) :], strict=True))
-    names = set()
-    for weight, gradient in zip(weights, gradients, strict=False):
-        product = sum(_product(call, delta) for call, delta in deltas if call.weight is weight and delta is not None)
-        if not _explained(weight, gradient, product):
-            names.add(weight.name)
-    return names
-
-
-def _explained(weight: WeightMatrix, gradient: Tensor | None, product: Tensor | int) -> bool:
+def _explained(weight: WeightMatrix, gradient: Tensor, product: Tensor | int) -> bool:
     """Return whether a gradient is the sum of the products of all calls; 0: no error reached a call."""
-    if gradient is None:
-        return True
     expected = float64_copy(weight.matrix(weight.own(gradient)))
     return bool((expected - product).norm() <= UNEXPLAINED * expected.norm()) or not expected.isfinite().all()
 

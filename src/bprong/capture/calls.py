@@ -5,6 +5,9 @@ hooks on modules would miss attention, which calls its projections as functions.
 functions are replaced by stand-ins that look at the weight they are given. The fused functions of recurrent cells do
 not show their pre-activations, so cells are computed from their two products instead. The whitened layers of the
 paper's network compute with several matrices and are recorded by hooks.
+
+Other stand-ins note masks of positions, and keep the user's backward hooks from being called when errors of ours are
+sent back through the graph.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
@@ -122,6 +126,7 @@ class Calls(list[Call]):
     recorded: the weights that are recorded; `weights` has those that torch's functions take by the id of their
               parameter, each with the view of it that they take
     empty:    the names of weights that were called without any row, e.g. experts that were given no example
+    masks:    tensors that may be masks of positions: what the model and its attention are given
     losses:   the calls of loss functions, in a pass of our own
     returned: what the model returned, in a pass of our own
     retained: the tensors whose gradients were asked to be retained
@@ -135,11 +140,33 @@ class Calls(list[Call]):
         self.recorded = set(weights)
         self.weights: dict[int, list[tuple[WeightMatrix, Tensor]]] = {}
         self.empty: set[str] = set()
+        self.masks: list[Tensor] = []
         self.losses: list[LossCall] = []
         self.returned: Any = None
         self.retained: list[weakref.ref[Tensor]] = []
         self.opaque = False
         self.thread = threading.get_ident()
+        self._measuring = threading.Event()  # which hooks may hold on to, as they may not to these calls
+
+    def note_masks(self, arguments: Any) -> None:
+        """Note which of the model's arguments may be masks of positions (B, T)."""
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor) and leaf.ndim == 2 and not (leaf.is_nested or leaf.is_complex()):
+                self.masks.append(leaf.detach())
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Send errors back through the graph of these calls without calling the user's backward hooks."""
+        self._measuring.set()
+        try:
+            yield
+        finally:
+            self._measuring.clear()
+
+    def quieted(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a backward hook that does nothing while errors of ours are sent back."""
+        measuring = self._measuring
+        return lambda *args: None if measuring.is_set() else hook(*args)
 
     def found_in(self, tensor: Any, one_hot: bool) -> list[tuple[WeightMatrix, int]]:
         """Return the weights to record among the rows of a tensor, and the row that each of them begins with.
@@ -210,7 +237,7 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
     with ExitStack() as stack:
         for weight in calls.recorded:
             if weight.module is None:
-                calls.weights.setdefault(id(weight.weight), []).append((weight, weight.given))
+                calls.weights.setdefault(id(weight.weight), []).append((weight, weight.argument))
             else:
                 hook = partial(_record_module, calls, weight)
                 stack.callback(weight.module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -229,17 +256,6 @@ def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     return bound
 
 
-def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield the place, the name and the stand-in of each of torch's functions that is replaced."""
-    # In eval mode without gradients attention is one fused function, which shows none of its projections.
-    yield torch.backends.mha, "get_fastpath_enabled", lambda: False
-    for place, name, stand_in, *details in FUNCTIONS:
-        yield place, name, _bound(stand_in, getattr(place, name), *details)
-
-
-_STAND_INS = Replacements(_stand_ins)
-
-
 def _active() -> list[Calls]:
     """Return the contexts of this thread; none while torch.compile traces."""
     contexts = [] if torch.compiler.is_compiling() else list(_ACTIVE.values())
@@ -248,15 +264,14 @@ def _active() -> list[Calls]:
 
 def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Call one of torch's functions and record its use of a weight; `describe` returns the details of the `Call`."""
-    used = [
-        (calls, own, describe(own, first, input, weight, *args, **kwargs))
-        for calls in _active()
-        for own, first in calls.found_in(weight, one_hot=describe is _embedding)
-        if own.registered or describe is not _product  # torch's own layers do not multiply by hand
-    ]
+    uses = []
+    for calls in _active():
+        for matrix, first in calls.found_in(weight, one_hot=describe is _embedding):
+            if matrix.registered or describe is not _product:  # torch's own layers do not multiply by hand
+                uses.append((calls, matrix, describe(matrix, first, input, weight, *args, **kwargs)))
     a: Tensor = function(input, weight, *args, **kwargs)
-    for calls, own, details in used:
-        calls.add(own, input, a, **details)
+    for calls, matrix, details in uses:
+        calls.add(matrix, input, a, **details)
     return a
 
 
@@ -272,12 +287,12 @@ def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) ->
     return matches
 
 
-def _linear(matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None) -> dict[str, Any]:
+def _linear(matrix: WeightMatrix, first: int, input: Any, *_: Any, **__: Any) -> dict[str, Any]:
     """Return the columns of the output that belong to a weight; raise ValueError if its input does not fit."""
     features = matrix.inputs.features
-    if not isinstance(input, Tensor) or input.shape[-1:] != (features,):
-        actual = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"a {type(input).__name__}"
-        raise ValueError(f"layer {matrix.name!r} takes rows of {features} features, not {actual}")
+    shape = tuple(getattr(input, "shape", ()))
+    if shape[-1:] != (features,):
+        raise ValueError(f"layer {matrix.name!r} takes rows of {features} features, not shape {shape}")
     return {"columns": slice(first, first + matrix.outputs.features)}
 
 
@@ -317,10 +332,36 @@ def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_h
 
 
 def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-    """Call one of torch's functions, and note its name and its arguments in the active contexts."""
+    """Call one of torch's functions, and note its arguments in the active contexts."""
     for calls in _active():
-        note(calls, function.__name__, *args, **kwargs)
+        note(calls, *args, **kwargs)
     return function(*args, **kwargs)
+
+
+def _note_keys(calls: Calls, *_: Any, key_padding_mask: Tensor | None = None, **__: Any) -> None:
+    """Note which keys `F.multi_head_attention_forward` is told to leave out."""
+    calls.note_masks(key_padding_mask)
+
+
+def _note_attention(calls: Calls, q: Any, k: Any, v: Any, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> None:
+    """Note the mask (B, …, queries, keys) of `F.scaled_dot_product_attention`."""
+    if attn_mask is not None:
+        calls.masks.append(attn_mask.detach())
+
+
+def _hooks_of(function: Any, module: nn.Module) -> Any:
+    """Return a module's backward hooks, which errors of ours are not to call."""
+    hooks = function(module)
+    for calls in _active():
+        hooks = tree_map(calls.quieted, hooks)
+    return hooks
+
+
+def _register_hook(function: Any, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    """Register a hook on a tensor, which errors of ours are not to call."""
+    for calls in _active():
+        hook = calls.quieted(hook)
+    return function(tensor, hook)
 
 
 def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, kwargs: Any, a: Tensor) -> None:
@@ -335,6 +376,16 @@ FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that tak
     *((torch, name, _by_hand) for name in ("addmm", "matmul")),
     *((Tensor, name, _by_hand) for name in ("matmul", "__matmul__")),
     *((torch._VF, name, _cell, formula) for name, formula in CELLS.items()),
-    (Tensor, "retain_grad", _noted, lambda calls, _, tensor: calls.retained.append(weakref.ref(tensor))),
+    # In eval mode without gradients attention is one fused function, which shows none of its projections.
+    (torch.backends.mha, "get_fastpath_enabled", lambda function: False),
+    (F, "multi_head_attention_forward", _noted, _note_keys),
+    (F, "scaled_dot_product_attention", _noted, _note_attention),
+    (Tensor, "retain_grad", _noted, lambda calls, tensor: calls.retained.append(weakref.ref(tensor))),
     (checkpoint.CheckpointFunction, "apply", _noted, lambda calls, *_: setattr(calls, "opaque", True)),
+    (Tensor, "register_hook", _register_hook),
+    (nn.Module, "_get_backward_hooks", _hooks_of),
+    (nn.Module, "_get_backward_pre_hooks", _hooks_of),
 ]
+_STAND_INS = Replacements(
+    lambda: ((place, name, _bound(stand_in, getattr(place, name), *more)) for place, name, stand_in, *more in FUNCTIONS)
+)

@@ -15,16 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import (
-    Fisher,
-    leading_to,
-    nonzero_rows,
-    of_targets,
-    roots_of,
-    rows_that_count,
-    send_back,
-    unexplained,
-)
+from bprong.capture.backprop import Fisher, Graph, nonzero_rows, of_targets, roots_of
 from bprong.capture.calls import Call, Calls
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import recorded_run
@@ -54,38 +45,61 @@ class LayerMoments:
     unexplained: bool = False
     targets: int = 0
 
+    def merge(self, other: LayerMoments) -> LayerMoments:
+        """Return the moments of two batches, this one the earlier, as if they had been one."""
+        z = self.z or other.z
+        if self.z and other.z:
+            z = self.z.merge(other.z)
+        delta = self.delta or other.delta
+        if self.delta and other.delta:
+            delta = self.delta.merge(other.delta)
+        elif delta:  # the errors of a batch that did not reach the layer are zero
+            delta = replace(delta, weight=delta.weight + (other if self.delta else self).targets)
+        return LayerMoments(
+            z=z,
+            delta=delta,
+            called=self.called or other.called,
+            empty=self.empty or other.empty,
+            probe=self.probe if other.probe is None else other.probe,
+            unexplained=self.unexplained or other.unexplained,
+            targets=self.targets + other.targets,
+        )
+
 
 def merged(parts: Sequence[LayerMoments]) -> LayerMoments:
     """The moments of several batches, as if they had been one."""
-    if len(parts) == 1:
-        return parts[0]
-    delta = _together(part.delta for part in parts)
-    if delta is not None:  # the errors of batches that did not reach the layer are zero
-        delta = replace(delta, weight=delta.weight + sum(part.targets for part in parts if part.delta is None))
-    return LayerMoments(
-        z=_together(part.z for part in parts),
-        delta=delta,
-        probe=next((part.probe for part in reversed(parts) if part.probe is not None), None),
-        called=any(part.called for part in parts),
-        empty=any(part.empty for part in parts),
-        unexplained=any(part.unexplained for part in parts),
-        targets=sum(part.targets for part in parts),
-    )
+    return reduce(LayerMoments.merge, parts)
 
 
 def gathered(
     earlier: Mapping[str, LayerMoments], later: Mapping[str, LayerMoments]
 ) -> tuple[Mapping[str, LayerMoments], Mapping[str, LayerMoments]]:
     """Two batches, with the moments of the layers that both have moved to the later one."""
-    both = earlier.keys() & later.keys()
-    sums = {name: merged([earlier[name], later[name]]) for name in both}
-    emptied = {name: LayerMoments(called=earlier[name].called, empty=earlier[name].empty) for name in both}
-    return {**earlier, **emptied}, {**later, **sums}
+    emptied = dict(earlier)
+    sums = dict(later)
+    for name in earlier.keys() & later.keys():
+        emptied[name] = LayerMoments(called=earlier[name].called, empty=earlier[name].empty)
+        sums[name] = earlier[name].merge(later[name])
+    return emptied, sums
 
 
-def _together(found: Iterable[Moments | None]) -> Moments | None:
-    present = [moments for moments in found if moments is not None]
-    return reduce(Moments.merge, present) if present else None
+@dataclass(frozen=True)
+class Measurement:
+    """What is to be measured.
+
+    likelihood:      of the targets, given the output; None: measure inputs only
+    inputs, errors:  of which layers to measure z, and δ, by name; inputs alone need no backward pass
+    fisher:          the targets behind δ: drawn from the model, all of them, or those of the data
+    rows:            keep the rows themselves in the moments
+    verify:          find out whether all uses of the layers' weights are recorded
+    """
+
+    likelihood: Likelihood | None
+    inputs: Set[str]
+    errors: Set[str]
+    fisher: Fisher = "sampled"
+    rows: bool = False
+    verify: bool = False
 
 
 def record(
@@ -93,116 +107,141 @@ def record(
     weights: Mapping[WeightMatrix, bool],
     x: Any,
     y: Tensor | None,
+    wanted: Measurement,
     *,
-    likelihood: Likelihood | None,
-    fisher: Fisher,
-    inputs: Set[str] | None = None,
-    errors: Set[str] | None = None,
-    rows: bool = False,
     counted: Tensor | None = None,
     class_dim: int | None = None,
-    verify: bool = False,
     head: Head | None = None,
     seed: int,
 ) -> dict[str, LayerMoments]:
     """Run `model` on x and measure the layers of some weights, given with whether their z is centred.
 
-    inputs, errors: of which layers to measure z, and δ, by name; None: of all
     class_dim:  see `output.laid_out`
     head:       finds the output; for the other arguments see `measure`
     """
     centred = {weight.name: centre for weight, centre in weights.items()}
-    errors = centred.keys() if errors is None else errors
-    with recorded_run(model, weights, x, seed, bool(errors) or counted is not None or verify, head) as (parts, calls):
-        measured = measure(
-            centred, Output.of(parts, class_dim), calls, y, likelihood=likelihood, fisher=fisher,
-            inputs=centred.keys() if inputs is None else inputs, errors=errors, rows=rows, counted=counted,
-            verify=verify,
-        )  # fmt: skip
+    needs_graph = bool(wanted.errors) or counted is not None or wanted.verify
+    with recorded_run(model, weights, x, seed, needs_graph, head) as (parts, calls):
+        measured = measure(centred, Output.of(parts, class_dim), calls, y, wanted, counted)
         for call in calls:
             measured[call.weight.name].probe = call.z
         return measured
 
 
 def measure(
-    centred: Mapping[str, bool], output: Output, recorded: Calls, y: Tensor | None, *,
-    likelihood: Likelihood | None, fisher: Fisher, inputs: Set[str], errors: Set[str], rows: bool = False,
-    counted: Tensor | None = None, verify: bool = False,
-) -> dict[str, LayerMoments]:  # fmt: skip
+    centred: Mapping[str, bool],
+    output: Output,
+    recorded: Calls,
+    y: Tensor | None,
+    wanted: Measurement,
+    counted: Tensor | None = None,
+) -> dict[str, LayerMoments]:
     """The moments of recorded calls that led to an output.
 
     centred:     the layers to measure, by name, and whether their z is centred
     y:           the targets of the data, used by fisher="empirical" only
-    likelihood:  None: measure inputs only
-    inputs, errors: of which layers to measure z, and δ, by name; inputs alone need no backward pass
-    rows:        keep the rows themselves in the moments
     counted:     which targets the loss counts, without the output's last dimension; None: all
-    verify:      find out whether all uses of the layers' weights are recorded
     """
-    calls = leading_to(output, recorded)
+    likelihood = wanted.likelihood
+    if likelihood is not None:
+        likelihood.check(output.values)
+        counted = likelihood.counted(output.values, counted)
+    counted = None if counted is None else counted.flatten()
+    graph = Graph(output)
+    calls = graph.leading(recorded)
     called = {call.weight.name for call in calls}
     measured = {name: LayerMoments(called=name in called, empty=name in recorded.empty) for name in centred}
-    values = output.values
-    if likelihood is not None:
-        likelihood.check(values)
-        counted = likelihood.counted(values, counted)
-    counted = None if counted is None else counted.flatten()
     reached: dict[Call, Tensor] = {}
-    if errors and likelihood is not None:
-        roots = roots_of(values, y, likelihood, fisher)
-        targets = likelihood.targets(values)
-        if counted is not None:
-            roots = map(partial(of_targets, counted=counted), roots)
-            targets = int(counted.sum())
-        chosen = [call for call in calls if call.weight.name in errors]
-        masked = {call for call in chosen if counted is not None or call.is_sequence}
-        reached = _add_errors(measured, output, chosen, roots, targets, rows, masked)
-        for name in errors & measured.keys():
-            measured[name].targets = targets
-    counted_rows = (
-        _without_padding(calls, reached) if counted is None else rows_that_count(output, calls, counted, reached)
-    )
-    sums = {name: Sums(centre, rows) for name, centre in centred.items()}
+    with recorded.quiet():
+        if wanted.errors and likelihood is not None:
+            roots = roots_of(output.values, y, likelihood, wanted.fisher)
+            reached = _add_errors(measured, graph, calls, roots, likelihood.targets(output.values), wanted, counted)
+        counted_rows = {} if counted is None else graph.rows_that_count(calls, counted, reached)
+        unexplained = graph.unexplained(calls) if wanted.verify else set()
+    padding = _padding(recorded.masks, calls, reached)
+    sums = {name: Sums(centre, wanted.rows) for name, centre in centred.items()}
     for call in calls:
-        if call.weight.name in inputs:
-            call.add_inputs(sums[call.weight.name], counted_rows.get(call))
-    for name, own in sums.items():
-        measured[name].z = own.moments() if own.rows else None
-    for name in unexplained(output, calls) if verify else ():
-        measured[name].unexplained = True
+        if call.weight.name in wanted.inputs:
+            rows = counted_rows.get(call)
+            if call.is_sequence and call.shape[:-1] in padding:
+                real = ~padding[call.shape[:-1]]
+                rows = real if rows is None else rows & real
+            call.add_inputs(sums[call.weight.name], rows)
+    for name, layer in measured.items():
+        layer.z = sums[name].moments() if sums[name].rows else None
+        layer.unexplained = name in unexplained
     return measured
 
 
 def _add_errors(
-    measured: Mapping[str, LayerMoments], output: Output, calls: Sequence[Call], roots: Iterable[Tensor], targets: int,
-    keep_rows: bool, masked: Set[Call],
-) -> dict[Call, Tensor]:  # fmt: skip
-    """Measures δ; returns for some of the calls masks (rows,) of the rows that errors came back to."""
-    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False, keep_rows=keep_rows))
+    measured: Mapping[str, LayerMoments],
+    graph: Graph,
+    calls: Sequence[Call],
+    roots: Iterable[Tensor],
+    targets: int,
+    wanted: Measurement,
+    counted: Tensor | None,
+) -> dict[Call, Tensor]:
+    """Measures δ; returns masks (rows,) of the rows that errors came back to, of the calls where that decides."""
+    if counted is not None:
+        roots = map(partial(of_targets, counted=counted), roots)
+        targets = int(counted.sum())
+    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False, keep_rows=wanted.rows))
     reached: dict[Call, Tensor] = {}
 
     def take(call: Call, delta: Tensor) -> None:
-        if call in masked:
+        if counted is not None or call.is_sequence:
             reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
         call.add_errors(delta, sums[call.weight.name])
 
+    chosen = [call for call in calls if call.weight.name in wanted.errors]
     for root in roots:
-        send_back(output, calls, root, take)
-    for name, own in sums.items():
-        measured[name].delta = own.moments(float(targets))
+        graph.send_back(chosen, root, take)
+    for name in wanted.errors & measured.keys():
+        measured[name].targets = targets
+        if name in sums:
+            measured[name].delta = sums[name].moments(float(targets))
     return reached
 
 
-def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> dict[Call, Tensor]:
-    """Masks (rows,) of the positions of sequences that errors come back to in some layer; padding is where they do not.
+def _padding(
+    masks: Iterable[Tensor], calls: Sequence[Call], reached: Mapping[Call, Tensor]
+) -> dict[torch.Size, Tensor]:
+    """Return which positions of sequences are padding, (rows,), by the shape of the positions.
 
-    Only calls of one shape are compared; where no errors were measured, there is no mask.
+    A mask of positions tells it: one that the model or its attention is given, or that of an embedding with a
+    `padding_idx`. Errors tell which of its two values stands for padding: in no layer do they come back to any position
+    that has it. Errors alone cannot tell, because none come back to a position that loses a maximum either.
     """
     used: dict[torch.Size, Tensor] = {}
-    for call, own in reached.items():
+    for call, rows in reached.items():
         if call.is_sequence:
-            used[call.shape[:-1]] = own | used.get(call.shape[:-1], False)
-    return {call: used[call.shape[:-1]] for call in calls if call.is_sequence and call.shape[:-1] in used}
+            used[call.shape[:-1]] = rows | used.get(call.shape[:-1], False)
+    embedded = [call.ignored.view(call.shape[:-1]) for call in calls if call.ignored is not None]
+    padding: dict[torch.Size, Tensor] = {}
+    for values in (*masks, *embedded) if used else ():
+        mask = _as_mask(values)
+        if mask is None:
+            continue
+        for marked in (mask, ~mask, mask.T, ~mask.T):  # positions may be time-first
+            if marked.shape in used:
+                positions = marked.flatten().to(used[marked.shape].device)
+                if not bool((positions & used[marked.shape]).any()):
+                    padding[marked.shape] = positions | padding.get(marked.shape, False)
+    return padding
+
+
+def _as_mask(values: Tensor) -> Tensor | None:
+    """Return a tensor with two values as a mask (B, T); None: it is none.
+
+    Of attention's mask (B, …, queries, keys): the keys that any query looks at.
+    """
+    if values.ndim < 2 or values.numel() == 0:
+        return None
+    high = values == values.amax()
+    is_mask = bool((high | (values == values.amin())).all()) and not bool(high.all())
+    mask = high if values.ndim == 2 else high.flatten(1, -2).any(dim=1)
+    return mask if is_mask else None
 
 
 # Which layers were reached --------------------------------------------------------------------------------------------
@@ -210,14 +249,14 @@ def _without_padding(calls: Iterable[Call], reached: Mapping[Call, Tensor]) -> d
 
 def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
     """The names of the weights with a gradient, of themselves or of their bias, that is not zero, or sharded."""
-    return [
-        weight.name
-        for weight in weights
-        if any(
-            p is not None and p.grad is not None and (is_sliced(p.grad) or bool(own(p.grad).any()))
-            for own, p in ((weight.own, weight.weight), (weight.vector, weight.bias))
-        )
-    ]
+    names = []
+    for weight in weights:
+        for part, parameter in ((weight.own, weight.weight), (weight.vector, weight.bias)):
+            gradient = None if parameter is None else parameter.grad
+            if gradient is not None and (is_sliced(gradient) or bool(part(gradient).any())):
+                names.append(weight.name)
+                break
+    return names
 
 
 def without_errors(measured: Mapping[str, LayerMoments]) -> list[str]:

@@ -53,6 +53,7 @@ def recorded_run(
         with recorded_calls(weights) as calls, watched_losses() as losses, _AS_WRITTEN.active(), ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and importing it takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            calls.note_masks(x)
             calls.returned = _call(model, x)
             calls.losses = losses
         if errors:
@@ -125,15 +126,17 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
                     function()
 
 
-# Forward hooks of the user's that change what a module computes belong to it; others must not be called by us.
+# Hooks of the user's that change what a module computes belong to it; others must not be called by us.
 _CHANGING: set[int] = set()  # keys of hooks that have returned something; they are unique over all modules
 _GLOBAL_HOOKS = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
 
 
 def _users_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Callable[..., Any]]]:
-    """The forward hooks of a model, other than those of torch and ours: where they are, under which key, and they."""
-    everywhere = [d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)]
-    for hooks in (*_GLOBAL_HOOKS, *everywhere):
+    """The hooks of a model, other than those of torch and ours: where they are, under which key, and they."""
+    everywhere = [*_GLOBAL_HOOKS]
+    for m in model.modules():
+        everywhere += [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
+    for hooks in everywhere:
         for key, hook in hooks.items():
             source = getattr(getattr(hook, "func", hook), "__module__", "")
             if not source.startswith(("torch.", "bprong.")):

@@ -228,6 +228,7 @@ class Recorder:
             tape.calls.opaque = True
         elif weights:
             tape.calls = tape.recording.enter_context(recorded_calls(weights, formulas=False))
+            tape.calls.note_masks((args, kwargs))
         return tape
 
     def finish(self, tape: Tape, returned: Any) -> None:

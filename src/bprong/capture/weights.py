@@ -14,12 +14,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.hooks import RemovableHandle
 
 from bprong.linalg.blocks import Blocks, Limits
 from bprong.parallel.slices import written_type
@@ -82,7 +82,7 @@ class WeightMatrix:
         return values if self.rows is None else values[self.rows]
 
     @property
-    def given(self) -> Tensor:
+    def argument(self) -> Tensor:
         """The weight as torch's functions take it, as a view: (out, in, …), but (in, out) of an embedding."""
         part = self.own(self.weight.detach())
         return part.T if self.transposed and not self.one_hot else part
@@ -114,25 +114,42 @@ class WeightMatrix:
         per_row: operations to measure one row; step: operations that a step takes beyond those of SGD
         """
         sides = [self.inputs, self.outputs] if backward else [self.inputs]
-        factor_bytes = torch.promote_types(self.weight.dtype, torch.float32).itemsize
         features = self.inputs.groups * self.inputs.features
+        entries = sum(side.entries for side in sides)
+        size = sum(side.size for side in sides)
         centred = self.bias is not None and self.bias.requires_grad
-        centre = features * (torch.float64.itemsize + factor_bytes) if centred else 0
+        number_bytes = torch.float64.itemsize + torch.promote_types(self.weight.dtype, torch.float32).itemsize
         return {
-            "memory": sum(side.entries for side in sides) * (torch.float64.itemsize + factor_bytes) + centre,
+            "memory": (entries + features * centred) * number_bytes,
             "refresh": sum(2 * side.entries * side.size for side in sides),  # Cholesky d³/3, its inverse 2d³/3; twice
-            "per_row": sum(2 * side.entries for side in sides),
-            "step": 2 * features * self.outputs.features * sum(side.size for side in sides),
+            "per_row": 2 * entries,
+            "step": 2 * features * self.outputs.features * size,
         }
 
 
 def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = None) -> list[WeightMatrix]:
     """The weights that a module holds itself; none unless its exact type is supported or registered."""
     layer_type = written_type(module)
-    registered = (make for kind, make in reversed(REGISTERED.values()) if kind is layer_type)
-    make = next(registered, _MAKERS.get(layer_type))
-    matrices = () if make is None else make(module, limits or Limits())
-    return [replace(weight, name=".".join(filter(None, (name, weight.name)))) for weight in matrices]
+    form = _FORMS.get(layer_type)
+    is_registered = False
+    for kind, registered_form in REGISTERED.values():  # the last of a type holds
+        if kind is layer_type:
+            form = registered_form
+            is_registered = True
+    if form is None:
+        return []
+    matrices = []
+    for i, parameter in enumerate(form.weights):
+        bias = getattr(module, form.biases[i], None) if i < len(form.biases) else None
+        prefix = parameter if len(form.weights) > 1 else ""
+        for weight in form.make(module, getattr(module, parameter), bias, limits or Limits()):
+            matrices.append(replace(weight, name=dotted(name, prefix, weight.name), registered=is_registered))
+    return matrices
+
+
+def dotted(*names: str) -> str:
+    """Join names by dots, without those that are empty."""
+    return ".".join(filter(None, names))
 
 
 def weight_matrix_of(name: str, layer: Any) -> WeightMatrix:
@@ -170,7 +187,7 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
 def _own_shape(shape: torch.Size, rows: slice | int | None) -> Sequence[int]:
     """The shape of some rows of a tensor, without indexing it, which would gather a sharded one."""
     if isinstance(rows, slice):
-        return len(range(*rows.indices(shape[0]))), *shape[1:]
+        return rows.stop - rows.start, *shape[1:]
     return shape if rows is None else shape[1:]
 
 
@@ -186,9 +203,11 @@ def _dense(
 
 def _linear(
     module: nn.Module, W: Tensor, b: Tensor | None, limits: Limits, transposed: bool = False, stacked: bool = False
-) -> Iterator[WeightMatrix]:
-    for i in range(len(W)) if stacked else (None,):
-        yield _dense("" if i is None else str(i), W, b, limits, i, transposed)
+) -> Iterable[WeightMatrix]:
+    """A matrix, or a stack of them."""
+    if not stacked:
+        return [_dense("", W, b, limits, None, transposed)]
+    return [_dense(str(i), W, b, limits, i, transposed) for i in range(len(W))]
 
 
 def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
@@ -203,47 +222,98 @@ def _embedding(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iter
         yield WeightMatrix("", W, None, Blocks(1, len(W)), outputs, transposed=True, one_hot=True)
 
 
-def named(
-    make: Callable[..., Iterable[WeightMatrix]],
-    weights: Sequence[str],
-    biases: Sequence[str],
-    module: Any,
-    limits: Limits,
+def _attention(
+    module: nn.MultiheadAttention, W: Tensor | None, b: Tensor | None, limits: Limits
 ) -> Iterator[WeightMatrix]:
-    """The weights under these names, and their biases."""
-    for name, bias in zip_longest(weights, biases[: len(weights)], fillvalue=""):
-        for found in make(module, getattr(module, name), getattr(module, bias, None), limits):
-            prefix = name if len(weights) > 1 else ""
-            yield replace(found, name=".".join(filter(None, (prefix, found.name))))
-
-
-def _attention(module: nn.MultiheadAttention, limits: Limits) -> Iterator[WeightMatrix]:
     """The query, key and value projections, packed into one parameter or not; the output projection is a submodule."""
     for i, letter in enumerate("qkv"):
         rows = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
-        packed = module.in_proj_weight is not None
-        weight = module.in_proj_weight if packed else getattr(module, f"{letter}_proj_weight")
-        projection = _dense(letter, weight, module.in_proj_bias, limits, rows if packed else None)
+        if W is None:
+            projection = _dense(letter, getattr(module, f"{letter}_proj_weight"), b, limits)
+        else:
+            projection = _dense(letter, W, b, limits, rows)
         yield replace(projection, bias_rows=rows)
 
 
-LIKE: dict[type[nn.Module], Callable[..., Iterable[WeightMatrix]]] = {
-    nn.Linear: _linear,
-    nn.Conv1d: _convolution,
-    nn.Conv2d: _convolution,
-    nn.Conv3d: _convolution,
-    nn.Embedding: _embedding,
+class Form(NamedTuple):
+    """The weights of a kind of module.
+
+    make:             gives the matrices of a weight and its bias
+    weights, biases:  the names of its parameters
+    """
+
+    make: Callable[..., Iterable[WeightMatrix]]
+    weights: Sequence[str] = ("weight",)
+    biases: Sequence[str] = ("bias",)
+
+
+_CELL = Form(_linear, ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh"))  # of their input and of their state
+_LIKE = {
+    nn.Linear: Form(_linear),
+    nn.Conv1d: Form(_convolution),
+    nn.Conv2d: Form(_convolution),
+    nn.Conv3d: Form(_convolution),
+    nn.Embedding: Form(_embedding),
 }
-Maker = Callable[[Any, Limits], Iterable[WeightMatrix]]
-_MAKERS: dict[type[nn.Module], Maker] = {
-    **{kind: partial(named, make, ["weight"], ["bias"]) for kind, make in LIKE.items()},
-    # the output projection of attention
-    NonDynamicallyQuantizableLinear: partial(named, _linear, ["weight"], ["bias"]),
-    nn.MultiheadAttention: _attention,
-    # of their input and of their state
-    **dict.fromkeys(
-        (nn.RNNCell, nn.LSTMCell, nn.GRUCell),
-        partial(named, _linear, ["weight_ih", "weight_hh"], ["bias_ih", "bias_hh"]),
-    ),
+_FORMS: dict[type[nn.Module], Form] = {
+    **_LIKE,
+    NonDynamicallyQuantizableLinear: Form(_linear),  # the output projection of attention
+    nn.MultiheadAttention: Form(_attention, ("in_proj_weight",), ("in_proj_bias",)),
+    nn.RNNCell: _CELL,
+    nn.LSTMCell: _CELL,
+    nn.GRUCell: _CELL,
 }
-REGISTERED: OrderedDict[int, tuple[type[nn.Module], Maker]] = OrderedDict()  # by handle; the last of a type holds
+REGISTERED: OrderedDict[int, tuple[type[nn.Module], Form]] = OrderedDict()  # by handle
+
+
+def register(
+    kind: type[nn.Module],
+    *,
+    like: type[nn.Module],
+    transposed: bool = False,
+    stacked: bool = False,
+    weight: str | Sequence[str] = "weight",
+    bias: str | Sequence[str] = "bias",
+) -> RemovableHandle:
+    """Whitens layers of this type as a known layer of torch's, in all optimizers that are built later.
+
+    kind        the type of the layer; subclasses are not included, as for torch's own layers
+    like        the layer that it computes the same as: nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d or nn.Embedding
+    transposed  its weight is stored as (in, out): y = x W + b
+    stacked     its weight is a stack of matrices (number, out, in), each of which is used on its own, as by experts
+    weight, bias
+                the names of its parameters; several weights are given as a tuple, and so are their biases. A missing
+                bias is none. Other parameters of the layer follow the fallback rule
+
+    As for torch's hooks, the handle has `remove()` and is a context manager.
+
+    >>> import torch
+    >>> class Scores(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.table = nn.Parameter(torch.randn(4, 3))
+    ...     def forward(self, x):
+    ...         return x @ self.table
+    >>> with register(Scores, like=nn.Linear, transposed=True, weight="table"):
+    ...     [(weight.name, str(weight.inputs), str(weight.outputs)) for weight in covered_weights(Scores())]
+    [('', '4', '3')]
+    >>> list(covered_weights(Scores()))
+    []
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"register takes a type of module, not {kind!r}")
+    if like not in _LIKE:
+        raise ValueError(f"like must be one of {', '.join(k.__name__ for k in _LIKE)}, not {like!r}")
+    options = {}
+    if transposed:
+        options["transposed"] = True
+    if stacked:
+        options["stacked"] = True
+    if options and like is not nn.Linear:
+        adjectives = " and ".join(options)
+        raise ValueError(f"only the weight of an nn.Linear can be {adjectives}, not that of a {like.__name__}")
+    weights = (weight,) if isinstance(weight, str) else tuple(weight)
+    biases = (bias,) if isinstance(bias, str) else tuple(bias)
+    handle = RemovableHandle(REGISTERED)
+    REGISTERED[handle.id] = kind, Form(partial(_LIKE[like].make, **options), weights, biases)
+    return handle

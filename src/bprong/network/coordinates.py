@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Change:
         With g' = L g, the diagonal of L diag(v) Lᵀ is (L∘L) v, the best estimate that a diagonal v allows. It stays
         positive; correlations, which v does not contain, are lost.
         """
-        T = self.T.times(W.new_ones(self.blocks.shape[:-1]).diag_embed())
+        T = self.T.times(identity(self.blocks, W))
         W_new, b_new = self._apply(T.square().matmul, W, b)
         if b_new is not None and self.s is not None:
             shift = (T @ self.s.unsqueeze(-1)).squeeze(-1)
@@ -96,6 +96,11 @@ class Change:
     def _outer(self, b: Tensor, s: Tensor, like: Tensor) -> Tensor:
         """Return b sᵀ in the shape of a weight."""
         return outer(b.reshape(self.blocks.groups, -1), feature_means(s, self.blocks)).reshape(like.shape)
+
+
+def identity(blocks: Blocks, like: Tensor) -> Tensor:
+    """Return I for the features of a side: (d, d), or (n, d, d) for n blocks."""
+    return like.new_ones(blocks.shape[:-1]).diag_embed()
 
 
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
@@ -190,40 +195,42 @@ def check_state(holders: Sequence[Holder], layers: Mapping[str, nn.Module]) -> N
     for name, layer in layers.items():
         for parameter in layer.parameters():
             for optimizer, transports in holders:
-                _check_state_of(parameter, optimizer, transports, name)
-
-
-def _check_state_of(parameter: Tensor, optimizer: Optimizer, transports: Transports, name: str) -> None:
-    """Raise ValueError as `check_state` does, for what one optimizer keeps of one parameter of the layer `name`."""
-    for key, value in optimizer.state.get(parameter, {}).items():
-        shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
-        if shaped != (key in transports) and value is not None:
-            raise ValueError(
-                f"layer {name!r}: {type(optimizer).__name__} keeps {key!r}, for which carry has "
-                f"{transports.get(key)!r}. It must have a value for state that is shaped like the parameter, and none "
-                f"for other state; carry is {dict(transports)}"
-            )
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    is_shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+                    if is_shaped != (key in transports) and value is not None:
+                        raise ValueError(
+                            f"layer {name!r}: {type(optimizer).__name__} keeps {key!r}, for which carry has "
+                            f"{transports.get(key)!r}. It must have a value for state that is shaped like the "
+                            f"parameter, and none for other state; carry is {dict(transports)}"
+                        )
 
 
 @torch.no_grad()
-def carry_(holders: Sequence[Holder], layer: nn.Module, change: Change) -> None:
+def carry_(holders: Sequence[Holder], layer: Any, change: Change) -> None:
     """Move the optimizers' state for one layer, and its gradients if there are any, in place."""
-    parameters = [p for name, p in layer.named_parameters() if name in ("weight_dagger", "bias_dagger")]
+    W = layer.weight_dagger
+    b = layer.bias_dagger
     velocity_change = change
     if change.s is not None:  # W enters the new b by s alone
-        velocity_change = replace(change, s=change.s * _rate_ratio(holders, *parameters))
-    tensors = [_tensors_of(p, holders) for p in parameters]
-    for kind in dict.fromkeys(kind for by_kind in tensors for kind in by_kind):
+        velocity_change = replace(change, s=change.s * _rate_ratio(holders, W, b))
+    of_W = _tensors_of(W, holders)
+    of_b = {} if b is None else _tensors_of(b, holders)
+    for kind in of_W | of_b:
         transport = kind[0]
         move = getattr(velocity_change if transport == "velocity" else change, transport)
         # Tensors of the weight and of its bias belong together in the order in which the optimizers keep them.
-        for pair in zip_longest(*(by_kind.get(kind, []) for by_kind in tensors)):
-            old = []
-            for parameter, tensor in zip(parameters, pair, strict=True):
-                old.append(float64_copy(torch.zeros_like(parameter) if tensor is None else tensor))
-            for tensor, new in zip(pair, move(*old), strict=False):
+        for pair in zip_longest(of_W.get(kind, []), of_b.get(kind, [])):
+            old = [_float64(tensor, parameter) for tensor, parameter in zip(pair, (W, b), strict=True)]
+            for tensor, new in zip(pair, move(*old), strict=True):
                 if tensor is not None:
                     tensor.copy_(new)
+
+
+def _float64(tensor: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Return what an optimizer keeps of a parameter in float64: zero if it keeps nothing of it yet."""
+    if parameter is None:
+        return None
+    return float64_copy(torch.zeros_like(parameter) if tensor is None else tensor)
 
 
 def _tensors_of(parameter: Tensor, holders: Sequence[Holder]) -> dict[tuple[Transport, str], list[Tensor]]:
@@ -243,15 +250,18 @@ def _tensors_of(parameter: Tensor, holders: Sequence[Holder]) -> dict[tuple[Tran
     return tensors
 
 
-def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None = None) -> float:
+def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None) -> float:
     """Return the factor for a weight's buffer where it enters its bias's: each is a velocity up to its learning rate.
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    rates: dict[int, float] = {}
+    rate = 1.0
+    bias_rate = 1.0
     for optimizer, _ in holders:
         for group in optimizer.param_groups:
-            rates |= dict.fromkeys(map(id, group["params"]), float(group["lr"]))
-    rate = rates.get(id(W), 1.0)
-    bias_rate = rates.get(id(b), 1.0)
+            for parameter in group["params"]:
+                if parameter is W:
+                    rate = float(group["lr"])
+                elif parameter is b:
+                    bias_rate = float(group["lr"])
     return rate / bias_rate if bias_rate else float(rate == bias_rate)

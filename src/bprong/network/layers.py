@@ -21,6 +21,7 @@ from bprong.network.coordinates import (
     Multiplier,
     Pair,
     check_outputs,
+    identity,
     on_inputs,
     on_outputs,
     quotient,
@@ -63,9 +64,9 @@ class WhitenedLayer(nn.Module):
         self.backward_blocks = linear.outputs
         self.weight_dagger = copy.deepcopy(linear.weight)
         self.bias_dagger = copy.deepcopy(linear.bias)
-        self.U = nn.Buffer(linear.weight.new_ones(linear.inputs.shape[:-1]).diag_embed())
+        self.U = nn.Buffer(identity(linear.inputs, linear.weight))
         self.c = nn.Buffer(linear.weight.new_zeros(linear.inputs.shape[:-1]))
-        self.R = nn.Buffer(linear.weight.new_ones(linear.outputs.shape[:-1]).diag_embed()) if backward else None
+        self.R = nn.Buffer(identity(linear.outputs, linear.weight)) if backward else None
 
     @torch.no_grad()
     def to_stock(self) -> nn.Module:
@@ -127,22 +128,21 @@ class WhitenedLayer(nn.Module):
         Raises WhiteningError, with nothing changed, if the matrix is singular, or if the outputs on `probe` would
         change. The mean None stands for 0. T: the change's multiplier; None: compute it, by solves of size d.
         """
-        forward = side == "forward"
-        current = self.U if forward else self.R
+        current = self.U if side == "forward" else self.R
         if current is None:
             raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
-        new = {"U" if forward else "R": matrix}
-        if forward:
-            new["c"] = torch.zeros_like(self.c) if mean is None else mean
+        new = {"R": matrix}
+        if side == "forward":
+            new = {"U": matrix, "c": torch.zeros_like(self.c) if mean is None else mean}
         for name, value in new.items():
             shape = getattr(self, name).shape
             if value.shape != shape:  # a missing leading dimension would broadcast
                 raise ValueError(f"{name} of this layer must have shape {tuple(shape)}, not {tuple(value.shape)}")
-        if forward and not self.centred and bool(new["c"].any()):
-            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
         T = T or quotient(float64_copy(current), float64_copy(matrix.to(current)))  # the matrix as this dtype rounds it
-        if not forward:
+        if side == "backward":
             return self._change_(Change(T, self.backward_blocks), probe, new)
+        if not self.centred and bool(new["c"].any()):
+            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
         shift = float64_copy(new["c"].to(self.c)) - float64_copy(self.c)
         s = (float64_copy(current) @ shift.unsqueeze(-1)).squeeze(-1)
         return self._change_(Change(T, self.forward_blocks, s), probe, new)
@@ -174,26 +174,25 @@ class WhitenedLayer(nn.Module):
         *rest: Any,
     ) -> None:
         """Load a whitened layer, or a stock one, with or without R: always the function that was saved."""
-        keys = [key for key in state_dict if key.startswith(prefix)]
-        saved = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
-        W = saved.get("weight")
-        if W is not None and W.shape == self.weight_dagger.shape:
+        saved = {}
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            saved[key.removeprefix(prefix)] = state_dict.pop(key)
+        if "weight" in saved and saved["weight"].shape == self.weight_dagger.shape:
             if "bias" not in saved and self.bias_dagger is not None:
                 saved["bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
                 missing.append(f"{prefix}bias")
-            saved["weight_dagger"] = saved.pop("weight")
-            if "bias" in saved:
-                saved["bias_dagger"] = saved.pop("bias")
-            saved["U"] = W.new_ones(self.c.shape).diag_embed()
-            saved["c"] = W.new_zeros(self.c.shape)
-        if "weight_dagger" in saved and "R" in saved and self.R is None:  # saved with R, loaded without
-            R = saved.pop("R")
-            W, b = on_outputs(R.mT.matmul, saved["weight_dagger"], saved.get("bias_dagger"), self.backward_blocks)
-            saved["weight_dagger"] = W
+            for name in saved.keys() & {"weight", "bias"}:
+                saved[f"{name}_dagger"] = saved.pop(name)
+            saved["U"] = identity(self.forward_blocks, saved["weight_dagger"])
+            saved["c"] = saved["U"].new_zeros(self.c.shape)
+        W = saved.get("weight_dagger")
+        if W is not None and self.R is not None:  # it may have been saved without R
+            saved.setdefault("R", identity(self.backward_blocks, W))
+        elif W is not None and "R" in saved:  # saved with R, loaded without
+            product = saved.pop("R").mT.matmul
+            saved["weight_dagger"], b = on_outputs(product, W, saved.get("bias_dagger"), self.backward_blocks)
             if b is not None:
                 saved["bias_dagger"] = b
-        elif "weight_dagger" in saved and self.R is not None:  # saved without R, loaded with
-            saved.setdefault("R", saved["weight_dagger"].new_ones(self.R.shape[:-1]).diag_embed())
         state_dict.update({prefix + key: value for key, value in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
 

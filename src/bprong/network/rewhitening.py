@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bprong.capture.backprop import Fisher
-from bprong.capture.measure import LayerMoments, record
+from bprong.capture.measure import LayerMoments, Measurement, record
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted
@@ -199,18 +199,21 @@ class Rewhitening:
         schedule = self._schedule
         centred = {layer.name: self._modules[layer.name].centred for layer in trained}
         weights = {layer.linear: centred[layer.name] for layer in trained}
+        wanted = Measurement(
+            likelihood=self._likelihood if schedule.two_sided else None,
+            inputs=schedule.measured("forward"),
+            errors=schedule.measured("backward"),
+            fisher=schedule.settings.fisher,
+            rows=rows,
+        )
 
         def measure() -> Mapping[str, LayerMoments]:
             if x is None:
                 raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
             rank = self._ranks.rank
             seed = mixed(schedule.seed, rank) if rank else schedule.seed
-            likelihood = self._likelihood if schedule.two_sided else None
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
-            return record(
-                self.model, weights, x, y, likelihood=likelihood, fisher=schedule.settings.fisher, rows=rows, seed=seed,
-                inputs=schedule.measured("forward"), errors=schedule.measured("backward"), counted=counted,
-            )  # fmt: skip
+            return record(self.model, weights, x, y, wanted, counted=counted, seed=seed)
 
         return measured_by_all(self._ranks, self._layers, schedule, centred, measure, self.model.parameters)
 

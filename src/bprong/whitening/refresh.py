@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.calls import Calls, recorded_calls
-from bprong.capture.measure import LayerMoments, measure, merged, record, with_gradient, without_errors
+from bprong.capture.measure import (
+    LayerMoments,
+    Measurement,
+    measure,
+    merged,
+    record,
+    with_gradient,
+    without_errors,
+)
 from bprong.capture.output import Head, Output
 from bprong.capture.own_pass import random_numbers
 from bprong.capture.weights import WeightMatrix
@@ -240,7 +248,7 @@ class Whitening:
         if not type(self._likelihood).__module__.startswith("bprong."):  # a user's own draws from torch's generator
             numbers = random_numbers(self._model, seed)
         with self._timed("statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
-            return measure(centred, output, calls, y, counted=batch.counted, **self._what_to_measure())
+            return measure(centred, output, calls, y, self._what_to_measure(), batch.counted)
 
     def _measured(self, batches: Sequence[Batch], centred: Centred) -> dict[str, LayerMoments]:
         """The moments of these layers over all batches since the last step.
@@ -268,8 +276,8 @@ class Whitening:
         with torch.enable_grad():
             return record(
                 self._model, weights, copied(batch.x, everything, dtype), self._data_targets(batch),
-                counted=batch.counted, class_dim=batch.class_dim, head=self.head,
-                seed=self._seed(index), **self._what_to_measure(),
+                self._what_to_measure(), counted=batch.counted, class_dim=batch.class_dim, head=self.head,
+                seed=self._seed(index),
             )  # fmt: skip
 
     def _seed(self, index: int) -> int:
@@ -282,15 +290,15 @@ class Whitening:
             return None
         return batch.targets.y
 
-    def _what_to_measure(self) -> dict[str, Any]:
+    def _what_to_measure(self) -> Measurement:
         schedule = self.schedule
-        return {
-            "likelihood": self._likelihood if schedule.two_sided else None,
-            "fisher": schedule.settings.fisher,
-            "inputs": schedule.measured("forward") | self.unused,
-            "errors": schedule.measured("backward") | self.unused if schedule.two_sided else set(),
-            "verify": any(self.layers[name].forward.moments is None for name in self._centred()),
-        }
+        return Measurement(
+            likelihood=self._likelihood if schedule.two_sided else None,
+            inputs=schedule.measured("forward") | self.unused,
+            errors=schedule.measured("backward") | self.unused if schedule.two_sided else set(),
+            fisher=schedule.settings.fisher,
+            verify=any(self.layers[name].forward.moments is None for name in self._centred()),
+        )
 
     @contextmanager
     def recording(self) -> Iterator[Callable[..., None]]:
