@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -76,3 +77,13 @@ def own_pass() -> Iterator[None]:
             yield
         finally:
             _THREAD.passes -= 1
+
+
+@contextmanager
+def timed(seconds: dict[str, float], purpose: str) -> Iterator[None]:
+    """Adds the time that the context takes."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[purpose] += time.perf_counter() - start

@@ -140,7 +140,7 @@ def test_recording_leaves_the_random_stream_alone_and_takes_several_batches():
     with optimizer.recording() as record:  # nothing is due, so nothing is recorded
         assert not model[0]._forward_hooks
         record(model(x))
-    assert not optimizer._whitening.recorded
+    assert not optimizer._meter.recorded
 
 
 @pytest.mark.parametrize("wrap", [lambda o: (o, 1), lambda o: {"logits": o}, lambda o: type("O", (), {"logits": o})()])
@@ -397,7 +397,7 @@ def test_a_layer_that_is_unfrozen_later_is_measured_at_once():
     train(model, optimizer, [(x, y)] * 3)
     layer = optimizer._whitening.layers["0"]
     assert layer.forward.factor is None
-    assert optimizer._whitening.weights() == []  # a frozen layer costs nothing
+    assert optimizer._meter.weights() == []  # a frozen layer costs nothing
     model[0].requires_grad_(True)
     train(model, optimizer, [(x, y)] * 2)
     assert layer.forward.refreshed_at == 3

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,31 +28,16 @@ from bprong.capture.calls import Calls, nodes_behind, recorded_calls
 from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
 from bprong.capture.losses import Watch
-from bprong.capture.measure import LayerMoments, gathered
+from bprong.capture.measure import gathered
+from bprong.capture.meter import Meter
 from bprong.capture.output import TO_THE_LOSS, Head, Output
 from bprong.capture.own_pass import Arguments, recorded_run
 from bprong.capture.tape import Tape, place_of, with_targets
-from bprong.capture.weights import WeightMatrix
 from bprong.contexts import Uninterrupted, is_own_pass
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.targets import LossCall, Targets
 from bprong.parallel.slices import is_sharded, leaves, local
-
-
-class Meter(Protocol):
-    """Measures recorded calls.
-
-    given: the parameters that are trained
-    """
-
-    given: set[Tensor]
-
-    def weights(self) -> list[WeightMatrix]:
-        """The weights to record in a forward pass that begins; none: nothing is to be measured."""
-
-    def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> Mapping[str, LayerMoments]:
-        """The moments of recorded calls that led to an output; index: of the batch, since the last step."""
 
 
 class Recorder:
@@ -61,7 +46,8 @@ class Recorder:
     model:     the root module as the user calls it, compiled or not; it has hooks while this object lives
     loss:      the declared loss; if it is a module, that has a hook too
     head:      finds the output that the loss is computed from
-    meter:     measures the calls of the model's weights; None: nothing is measured
+    meter:     measures the calls of the model's weights; measures: whether it does so at this step
+    trained:   the parameters that are trained; None: all
     reads:     whether the targets of every batch are needed, even if nothing is measured
     keeps:     whether the arguments of calls are kept until the next step
     observed:  the batches given by `observe`, which are measured instead of the calls
@@ -85,6 +71,8 @@ class Recorder:
         self.meter = meter
         self.reads = reads
         self.keeps = keeps
+        self.measures = meter is not None
+        self.trained: set[Tensor] | None = None
         self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Tape] = []
         self.scale = GradientScale()
@@ -99,8 +87,9 @@ class Recorder:
         self._watch = Watch(partial(_note, weakref.ref(self)))
         weakref.finalize(self, self._watch.stop)
 
-    def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...]]:
-        return Recorder, (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
+    def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...], dict[str, Any]]:
+        arguments = (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
+        return Recorder, arguments, {"measures": self.measures, "trained": self.trained}
 
     def stop_watching(self) -> None:
         """Look at calls of loss functions no longer, until the model is called again."""
@@ -212,7 +201,7 @@ class Recorder:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
         """When the model is called in training: what is recorded of it; None: nothing."""
-        weights = [] if self.meter is None else self.meter.weights()
+        weights = self.meter.weights() if self.measures and self.meter is not None else []
         if not (weights or self.reads):
             return None
         self._watch.start()
@@ -351,7 +340,7 @@ class Recorder:
         self.reached = [tape for tape in self.reached if tape.accumulated == accumulates]
         finished = [tape for tape in self.reached if tape.task != task]
         # While gradients accumulate, those of a sharded model are kept at its whole parameters.
-        trained = self.model.parameters() if self.meter is None or self._leaves else self.meter.given
+        trained = self.model.parameters() if self.trained is None or self._leaves else self.trained
         if finished and _all_zero(trained):
             self.reached = [tape for tape in self.reached if tape.task == task]
         elif is_first:

@@ -32,3 +32,8 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         _GENERATOR.reset(token)
+
+
+def mixed(seed: int, t: int) -> int:
+    """A seed for step t that shares no stream with the user's own seeds, however small those are."""
+    return (seed * 0x9E3779B97F4A7C15 + t * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63

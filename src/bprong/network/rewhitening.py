@@ -20,6 +20,7 @@ from bprong.contexts import Uninterrupted
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
+from bprong.likelihood.random_numbers import mixed
 from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
 from bprong.linalg.moments import Moments
 from bprong.network.continuous import Track, centred_rows
@@ -31,7 +32,7 @@ from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Schedule, Settings, mixed
+from bprong.whitening.schedule import Schedule, Settings
 from bprong.whitening.side import Side, SideName
 
 RefreshMode = Literal["periodic", "continuous"]

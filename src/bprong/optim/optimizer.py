@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bprong.capture.batches import Batch
 from bprong.capture.coverage import fallback_reasons
+from bprong.capture.meter import Meter
 from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of, takes_loss, unwrapped
-from bprong.contexts import Uninterrupted, without_autocast
+from bprong.contexts import Uninterrupted, timed, without_autocast
 from bprong.errors import warn
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.blocks import Limits
@@ -46,9 +49,10 @@ from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Gradients, Group, NotFiniteError, Setup, StepRule
 from bprong.optim.spectral import Spectral
 from bprong.parallel.processes import ALIKE, Ranks
-from bprong.parallel.slices import is_sharded, local, reshard, summed
+from bprong.parallel.slices import is_sharded, local, reshard, summed, whole
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
+from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods, Schedule
 from bprong.whitening.side import Side, SideName
@@ -164,8 +168,9 @@ class BPRONG(Optimizer):
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
         self._whitening = self._whitening_of(every)
+        self._meter = Meter(self._model, self._loss, self._head, self._whitening, self._whitening.seconds, self._ranks)
         self._recorder = Recorder(
-            model, self._loss, self._head, self._whitening,
+            model, self._loss, self._head, self._meter,
             self._rule.reads_every_batch, self._rule.reruns(0),
         )  # fmt: skip
         self._refusal = Refusal()
@@ -182,7 +187,7 @@ class BPRONG(Optimizer):
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._model, self._loss, layers, schedule, self._head, self._ranks)
+        return Whitening(self._loss.likelihood, layers, schedule, self._ranks, self._sharded)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""
@@ -269,9 +274,9 @@ class BPRONG(Optimizer):
         whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
             shared = self._ranks.size > 1
-            measures = whitening.measures if shared else whitening.due or whitening.unused or whitening.recorded
+            measures = whitening.measures if shared else whitening.due or whitening.unused or self._meter.recorded
             if measures:
-                whitening.refresh(gradients.batches, self._rule.damping, _take)
+                self._refresh(gradients.batches)
                 start = time.perf_counter()
             if gradients.t == 0:
                 warn_of_fallback(self._parameters, self._fallback())
@@ -285,6 +290,18 @@ class BPRONG(Optimizer):
         else:
             self._recorder.forget()
             self._wait()
+
+    def _refresh(self, batches: Sequence[Batch]) -> None:
+        """Refreshes the factors that are due, from the moments of these batches."""
+        whitening = self._whitening
+        whitening.share()
+        request = whitening.request()
+        with timed(whitening.seconds, "statistics"), whole(self._model) as parameters:
+            measured = measured_by_all(
+                self._ranks, whitening.layers, whitening.schedule, request.centred,
+                partial(self._meter.moments, batches, request, parameters), whitening.gradients,
+            )  # fmt: skip
+        whitening.refresh(measured, self._rule.damping, _take)
 
     def _gradients(self) -> Gradients:
         groups: dict[Tensor, Group] = {}
@@ -338,7 +355,7 @@ class BPRONG(Optimizer):
 
     def _with_batches(self, gradients: Gradients) -> Gradients:
         """The gradients with the batches behind them, if these are needed for this step."""
-        is_due = self._whitening.due and not self._whitening.recorded
+        is_due = self._whitening.due and not self._meter.recorded
         batches = self._recorder.take(
             needed=is_due or self._rule.reads_every_batch,
             counting=is_due or self._loss.sums,
@@ -361,7 +378,7 @@ class BPRONG(Optimizer):
     def _forget(self) -> None:
         """After a step, whether it was made, undone or refused: forgets its batches, and prepares for the next."""
         self._recorder.forget()
-        self._whitening.recorded.clear()
+        self._meter.recorded.clear()
         self._attend()
 
     def _wait(self) -> None:
@@ -377,7 +394,8 @@ class BPRONG(Optimizer):
     def _listen(self) -> None:
         """Observes the calls of the model until the next step, if that needs them."""
         whitening = self._whitening
-        self._observes = whitening.due or bool(whitening.unused) or self._rule.reads_every_batch
+        self._recorder.measures = whitening.due or bool(whitening.unused)
+        self._observes = self._recorder.measures or self._rule.reads_every_batch
         if self._rule.reads_every_batch:
             self._recorder.keeps = self._rule.reruns(whitening.schedule.t)
         listener = self._recorder.listener
@@ -403,7 +421,7 @@ class BPRONG(Optimizer):
 
         If the loss ignores some targets, give them too: `record(output, y)`.
         """
-        return self._whitening.recording()
+        return self._meter.recording()
 
     def report(self) -> Report:
         """The state of each layer, the parameters that are not whitened, the shares of time, and the step rule."""
@@ -425,6 +443,7 @@ class BPRONG(Optimizer):
         self._rule.check_group(group)
         super().add_param_group(param_group)
         self._whitening.given = set(self._parameters)
+        self._recorder.trained = self._whitening.given
         if "_observes" in vars(self):  # not while the optimizer is made
             self._whitening.cover(self._layers())
             self._listen()
@@ -482,6 +501,7 @@ _OWN = (
     "_recorder",
     "_head",
     "_loss",
+    "_meter",
     "_model",
     "_observes",
     "_options",

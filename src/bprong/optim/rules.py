@@ -17,13 +17,14 @@ from bprong.capture.batches import Batch
 from bprong.capture.output import Head
 from bprong.checks import positive
 from bprong.likelihood.loss import Loss
+from bprong.likelihood.random_numbers import mixed
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.fallback import States
 from bprong.optim.options import Options
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
-from bprong.whitening.schedule import EARLY_PARTS, mixed
+from bprong.whitening.schedule import EARLY_PARTS
 from bprong.whitening.side import Side, SideName
 
 Group = dict[str, Any]

@@ -1,49 +1,31 @@
-"""The one refresh loop: measure → update the running moments → refresh the factors.
+"""Moments → factors: update the running moments, refresh the factors.
 
 `update` and `refresh` serve both routes, which differ in what they do with new moments: the paper's network changes
-coordinates, the optimizer puts a new factor into force. `Whitening` runs the loop for a model that is not modified.
+coordinates, the optimizer puts a new factor into force. `Whitening` runs the loop for a model that is not
+modified.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bprong.capture.batches import Batch, Subset, copied, examples
-from bprong.capture.calls import Calls, recorded_calls
-from bprong.capture.measure import (
-    LayerMoments,
-    Measurement,
-    measure,
-    merged,
-    record,
-    with_gradient,
-    without_errors,
-)
-from bprong.capture.output import Head, Output
-from bprong.capture.own_pass import random_numbers
-from bprong.capture.weights import WeightMatrix
-from bprong.contexts import own_pass, without_autocast
+from bprong.capture.measure import LayerMoments, Measurement, with_gradient, without_errors
+from bprong.capture.meter import Request
+from bprong.contexts import timed
 from bprong.errors import WhiteningError, warn
-from bprong.likelihood.loss import Loss
-from bprong.likelihood.random_numbers import drawing
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.families import Likelihood
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments
 from bprong.parallel.processes import ALONE, Ranks
-from bprong.parallel.slices import is_sharded, is_sliced, whole
+from bprong.parallel.slices import is_sliced
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
-from bprong.whitening.ranks import Centred, drifted, measured_by_all, share_layers, shared_factors
-from bprong.whitening.schedule import Schedule, mixed, period_for
+from bprong.whitening.ranks import drifted, share_layers, shared_factors
+from bprong.whitening.schedule import Schedule, period_for
 from bprong.whitening.side import SIDES, Side
 
 SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
@@ -110,7 +92,6 @@ def refresh(
 class Whitening:
     """The layers of a model that is not modified: measured, checked and refreshed as the schedule asks.
 
-    head:      finds the output that the loss is computed from
     given:     the parameters of the optimizer; those that require gradients are trained
     due:       whether the schedule asks for a measurement at this step; `next_due` is the next such step
     covered:   the parameters of all layers
@@ -118,21 +99,13 @@ class Whitening:
                `reasons` says so for each of their parameters
     unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
                trained. The first step that trains one measures it, so that it does not follow its plain gradient
-    recorded:  what the user's own forward passes have measured since the last step
     ranks:     the processes that train the model together
     seconds:   the time spent, by purpose
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        layers: Layers,
-        schedule: Schedule,
-        head: Head,
-        ranks: Ranks = ALONE,
+        self, likelihood: Likelihood, layers: Layers, schedule: Schedule, ranks: Ranks = ALONE, is_sharded: bool = False
     ) -> None:
-        self.head = head
         self.ranks = ranks
         self.given: set[Tensor] = set()
         self.layers = layers
@@ -141,13 +114,9 @@ class Whitening:
         self.demoted: list[str] = []
         self.reasons: dict[Tensor, str] = {}
         self.unused: set[str] = set()
-        self.recorded: list[dict[str, LayerMoments]] = []
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
-        self._model = model
-        self._fully_sharded = is_sharded(model)
-        self._whole: Mapping[Tensor, Tensor] = {}  # the parameters of a sharded model, in a pass of our own
-        self._loss = loss
-        self._likelihood = loss.likelihood
+        self._is_sharded = is_sharded
+        self._likelihood = likelihood
         self.attend()
 
     def cover(self, layers: Mapping[str, Layer]) -> None:
@@ -163,7 +132,7 @@ class Whitening:
         self.layers.update(covered)  # in the order of the model
         self.layers.changed()
         self.covered = self.layers.parameters
-        self._shard()
+        self.share()
         self.attend()
 
     def attend(self) -> None:
@@ -174,39 +143,46 @@ class Whitening:
         new = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
         self.unused = new if started else set()
 
-    def refresh(
-        self,
-        batches: Sequence[Batch],
-        damping: Damper,
-        take: Take,
-    ) -> None:
-        """Refreshes the layers that are due; an error changes nothing.
+    def request(self) -> Request:
+        """What is to be measured: all layers that are trained or, if nothing is due, those of them without factors.
 
-        batches: those since the last step
+        Without a trained bias nothing is centred, because training W would then amount to adding a bias.
         """
-        self._shard()
-        centred = self._centred()
-        new = {name for name in centred if self.layers[name].forward.moments is None}
-        with self._timed("statistics"):
-            measure_batches = partial(self._measured, batches, centred)
-            with whole(self._model) as self._whole:
-                measured = measured_by_all(
-                    self.ranks, self.layers, self.schedule, centred, measure_batches, self._gradients
-                )
+        schedule = self.schedule
+        inputs = set(self.unused)
+        errors = set(self.unused if schedule.two_sided else ())
+        if self.due:
+            inputs |= schedule.measured("forward")
+            errors |= schedule.measured("backward") if schedule.two_sided else set()
+        weights = {}
+        verify = False
+        for name, layer in self.layers.items():  # in the same order on all ranks
+            trained = [p for p in layer.parameters if p.requires_grad and p in self.given]
+            if trained and (name in inputs or name in errors):
+                weights[layer.linear] = any(p is layer.bias for p in trained)
+                verify = verify or layer.forward.moments is None
+        likelihood = self._likelihood if schedule.two_sided else None
+        wanted = Measurement(likelihood, inputs, errors, schedule.settings.fisher, verify=verify)
+        return Request(weights, wanted, schedule.seed, self.due)
+
+    def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper, take: Take) -> None:
+        """Refreshes the layers that are due from what was measured; an error changes nothing."""
+        new = {name for name in measured if self.layers[name].forward.moments is None}
+        with timed(self.seconds, "statistics"):
             measured = self._checked(measured, new)
             if not measured:
                 return
             updated = update(self.layers, measured, self.schedule.settings.average)
-        with self._timed("factorisation"):
+        with timed(self.seconds, "factorisation"):
             refresh(self.layers, updated, self.schedule, damping, take, new & self.unused, self.ranks)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             self.schedule.every = period_for(measured_layers, overhead)
 
-    def _shard(self) -> None:
-        """Assigns layers to ranks, each once, and leaves what this rank does not own to the others."""
-        if self._fully_sharded:
+    def share(self) -> None:
+        """Assigns the layers of a sharded model to ranks, each once, and leaves those of other ranks to them."""
+        if self._is_sharded:
             share_layers(self.layers, self.ranks)
 
     @property
@@ -214,105 +190,9 @@ class Whitening:
         """Whether this step refreshes something, as far as all ranks know it: gradients are the same on all of them."""
         return self.due or bool(with_gradient(self.layers[name].linear for name in self.unused))
 
-    def _gradients(self) -> Iterator[Tensor | None]:
+    def gradients(self) -> Iterator[Tensor | None]:
         gradients = (layer.weight.grad for layer in self.layers.values())
         return (g for g in gradients if not is_sliced(g))
-
-    # Measuring --------------------------------------------------------------------------------------------------------
-
-    def weights(self) -> list[WeightMatrix]:
-        return [self.layers[name].linear for name in self._centred()] if self.due or self.unused else []
-
-    def _centred(self) -> Centred:
-        """The layers to measure: all that are trained or, if nothing is due, those of them without factors.
-
-        Without a trained bias nothing is centred, because training W would then amount to adding a bias.
-        """
-        names = self.unused.union(*(self.schedule.measured(side) for side in SIDES)) if self.due else self.unused
-        chosen = (layer for layer in self.layers.values() if layer.name in names)  # in the same order on all ranks
-        trained = {layer: [p for p in layer.parameters if self._is_trained(p)] for layer in chosen}
-        return {layer.name: any(p is layer.bias for p in own) for layer, own in trained.items() if own}
-
-    def _is_trained(self, parameter: Tensor) -> bool:
-        return parameter.requires_grad and parameter in self.given
-
-    def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> dict[str, LayerMoments]:
-        """The moments of calls that were recorded in the user's own pass."""
-        recorded = {weight.name for weight in calls.recorded}
-        centred = {name: centre for name, centre in self._centred().items() if name in recorded}
-        output = replace(output, class_dim=batch.class_dim)
-        y = self._data_targets(batch)
-        autocast = without_autocast(output.values.device.type)
-        seed = self._seed(index)
-        numbers = drawing(seed, output.values.device)
-        if not type(self._likelihood).__module__.startswith("bprong."):  # a user's own draws from torch's generator
-            numbers = random_numbers(self._model, seed)
-        with self._timed("statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
-            return measure(centred, output, calls, y, self._what_to_measure(), batch.counted)
-
-    def _measured(self, batches: Sequence[Batch], centred: Centred) -> dict[str, LayerMoments]:
-        """The moments of these layers over all batches since the last step.
-
-        A batch that could not be measured in the user's own pass is run through the model again. So are all batches
-        for a layer that none of their calls reached, although it has a gradient.
-        """
-        by_batch = list(self.recorded)
-        measured = [batch.measured for batch in batches if batch.measured is not None]
-        called = {name for moments in measured for name, layer in moments.items() if layer.called or layer.empty}
-        missing = with_gradient(self.layers[name].linear for name in centred if name not in called)
-        for i, batch in enumerate(() if by_batch else batches):
-            moments = dict(batch.measured or {})
-            names = centred if batch.measured is None and self.due else missing
-            if batch.x is not None and names:
-                moments |= self._run_again(i, batch, {name: centred[name] for name in names})
-            by_batch.append(moments)
-        parts = {name: [batch[name] for batch in by_batch if name in batch] for name in centred}
-        return {name: merged(moments) for name, moments in parts.items() if moments}
-
-    def _run_again(self, index: int, batch: Batch, centred: Centred) -> dict[str, LayerMoments]:
-        dtype = next(iter(self.layers.values())).weight.dtype
-        everything = Subset(examples(batch.x), examples(batch.x))
-        weights = {self.layers[name].linear.of(self._whole): centre for name, centre in centred.items()}
-        with torch.enable_grad():
-            return record(
-                self._model, weights, copied(batch.x, everything, dtype), self._data_targets(batch),
-                self._what_to_measure(), counted=batch.counted, class_dim=batch.class_dim, head=self.head,
-                seed=self._seed(index),
-            )  # fmt: skip
-
-    def _seed(self, index: int) -> int:
-        """The seed of the targets sampled for a batch; no other batch of this step has it, on any rank."""
-        return mixed(self.schedule.seed, index * self.ranks.size + self.ranks.rank)
-
-    def _data_targets(self, batch: Batch) -> Tensor | None:
-        """The targets of the data, if they are needed."""
-        if self.schedule.settings.fisher != "empirical" or batch.targets is None:
-            return None
-        return batch.targets.y
-
-    def _what_to_measure(self) -> Measurement:
-        schedule = self.schedule
-        return Measurement(
-            likelihood=self._likelihood if schedule.two_sided else None,
-            inputs=schedule.measured("forward") | self.unused,
-            errors=schedule.measured("backward") | self.unused if schedule.two_sided else set(),
-            fisher=schedule.settings.fisher,
-            verify=any(self.layers[name].forward.moments is None for name in self._centred()),
-        )
-
-    @contextmanager
-    def recording(self) -> Iterator[Callable[..., None]]:
-        """Records the calls of all weights in this context; the function it yields measures an output of theirs."""
-        with recorded_calls(self.weights()) as calls:
-
-            def measure_output(returned: Any, y: Tensor | None = None) -> None:
-                if calls.recorded:
-                    targets = None if y is None else Targets.observed(self._loss, y)
-                    output = Output.of(self.head.find(returned))
-                    self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
-                    calls.clear()
-
-            yield measure_output
 
     def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
@@ -354,18 +234,6 @@ class Whitening:
             if not self.covered.issuperset(other.parameters):
                 self.demote(other.name, quiet)
 
-    @contextmanager
-    def _timed(self, purpose: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[purpose] += time.perf_counter() - start
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies carry no batches."""
-        return self.__dict__ | {"recorded": [], "_whole": {}}
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that shapes the path: tensors and plain values only."""
         return {
@@ -391,6 +259,6 @@ class Whitening:
         for name, saved in state["layers"].items():
             self.layers[name].load_state_dict(saved)
         self.layers.sharding = None
-        self._shard()
+        self.share()
         self.layers.changed()
         self.attend()

@@ -16,6 +16,7 @@ import torch
 
 from bprong.capture.backprop import Fisher
 from bprong.checks import number, one_of, period
+from bprong.likelihood.random_numbers import mixed
 from bprong.whitening.layer import Layer
 from bprong.whitening.side import SIDES, Side, SideName
 
@@ -249,8 +250,3 @@ def _period(operations: float, layers: Sequence[Layer], share: float) -> int:
 
 def _weights(layer: Layer) -> int:
     return math.prod(layer.linear.shape)
-
-
-def mixed(seed: int, t: int) -> int:
-    """A seed for step t that shares no stream with the user's own seeds, however small those are."""
-    return (seed * 0x9E3779B97F4A7C15 + t * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bprong.capture.batches import Batch
 from bprong.errors import warn
+from bprong.likelihood.random_numbers import mixed
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.auto.evaluation import LossModel, metrics
 from bprong.optim.auto.rule import AutoRule
@@ -24,7 +25,7 @@ from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
-from bprong.whitening.schedule import EARLY_PARTS, evaluation_period, mixed
+from bprong.whitening.schedule import EARLY_PARTS, evaluation_period
 from bprong.whitening.side import Side, SideName
 
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
