@@ -93,14 +93,6 @@ def test_a_change_and_its_reverse_cancel(side):
             assert_close(got, start, 1e-11)
 
 
-@pytest.mark.parametrize("change", [forward_change(), backward_change()])
-@pytest.mark.parametrize("rule", ["velocity", "gradient", "squares"])
-def test_without_a_bias_the_weight_moves_alone(change, rule):
-    W, b = getattr(change, rule)(some_pair(1)[0].square(), None)
-    assert b is None
-    assert_close(W, getattr(change, rule)(some_pair(1)[0].square(), torch.zeros(3, dtype=f64))[0], 1e-12)
-
-
 BLOCKS = [
     Blocks(6, groups=2),
     Blocks(3, 2),

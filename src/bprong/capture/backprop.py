@@ -169,21 +169,22 @@ class Graph:
         trained = [call for call in calls if call.weight.weight.requires_grad and call.edge is not None]
         if not trained or not self._nodes:
             return set()
-        weights = list(dict.fromkeys(call.weight for call in trained))
-        edges = [*(get_gradient_edge(weight.weight) for weight in weights), *(call.edge for call in trained)]
+        root = _normal(self.output.values)
+        products: dict[WeightMatrix, Tensor | int] = dict.fromkeys((call.weight for call in trained), 0)
+
+        def take(call: Call, delta: Tensor) -> None:
+            products[call.weight] += _product(call, delta)
+
+        self.send_back(trained, root, take)
         with ExitStack() as stack:
             # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
-            for hooks in filter(None, (weight.weight._backward_hooks for weight in weights)):
+            for hooks in filter(None, (weight.weight._backward_hooks for weight in products)):
                 stack.callback(hooks.update, dict(hooks))
                 hooks.clear()
-            gradients = self.output.gradients(_normal(self.output.values), cast(list[GradientEdge], edges))
-        products: dict[WeightMatrix, Tensor | int] = dict.fromkeys(weights, 0)
-        for call, delta in zip(trained, gradients[len(weights) :], strict=True):
-            if delta is not None:
-                products[call.weight] += _product(call, delta)
+            gradients = self.output.gradients(root, [get_gradient_edge(weight.weight) for weight in products])
         names = set()
-        for weight, gradient in zip(weights, gradients, strict=False):
-            if gradient is not None and not _explained(weight, gradient, products[weight]):
+        for (weight, product), gradient in zip(products.items(), gradients, strict=True):
+            if gradient is not None and not _explained(weight, gradient, product):
                 names.add(weight.name)
         return names
 

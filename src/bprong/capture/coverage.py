@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from bprong.capture.weights import WeightMatrix, covered_weights
+from bprong.capture.weights import WeightMatrix, covered_weights, dotted
 from bprong.checks import integer
 from bprong.linalg.blocks import MAX_DIM, Limits
 from bprong.parallel.slices import written_type
@@ -62,16 +62,20 @@ class Coverage:
 
     def __str__(self) -> str:
         header = ["parameter", "shape", "treatment", "inputs", "outputs", "memory", "refresh", "per row", "step", ""]
-        lines = [
-            [row.parameter, " × ".join(map(str, row.shape)), row.treatment, row.inputs, row.outputs,
-             _amount(row.memory, "B"), _amount(row.refresh, "flop"), _amount(row.per_row, "flop"),
-             _amount(row.step, "flop"), row.reason]
-            for row in self.rows
-        ]  # fmt: skip
-        memory = _amount(self.memory, "B") or "nothing"
-        refresh = _amount(sum(row.refresh for row in self.rows), "flop") or "nothing"
-        step = _amount(sum(row.step for row in self.rows), "flop") or "nothing"
-        total = f"in all {memory}; {refresh} to factor all sides at a refresh, {step} more than SGD at a step"
+        lines = []
+        refresh = 0
+        step = 0
+        for row in self.rows:
+            refresh += row.refresh
+            step += row.step
+            shape = " × ".join(map(str, row.shape))
+            operations = [_amount(count, "flop") for count in (row.refresh, row.per_row, row.step)]
+            amounts = [_amount(row.memory, "B"), *operations]
+            lines.append([row.parameter, shape, row.treatment, row.inputs, row.outputs, *amounts, row.reason])
+        total = (
+            f"in all {_amount(self.memory, 'B') or 'nothing'}; {_amount(refresh, 'flop') or 'nothing'} to factor all "
+            f"sides at a refresh, {_amount(step, 'flop') or 'nothing'} more than SGD at a step"
+        )
         return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), total])
 
 
@@ -110,9 +114,9 @@ def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bo
     if not weights:  # Adam keeps two moments
         return CoverageRow(name, shape, FALLBACK, reason, memory=2 * parameter.nbytes)
     treatment = "two-sided" if backward else "forward only"
-    if all(weight.weight is not parameter for weight in weights) and any(w.weight.requires_grad for w in weights):
+    first = weights[0]  # others are packed into the same parameters
+    if first.weight is not parameter and any(weight.weight.requires_grad for weight in weights):
         return CoverageRow(name, shape, treatment, "with its weight")
-    first = weights[0]
     times = f"{len(weights)} × " if len(weights) > 1 else ""
     cost = sum((Counter(weight.cost(backward)) for weight in weights), Counter())
     inputs = f"{times}{first.inputs}"
@@ -122,9 +126,10 @@ def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bo
 
 def _form(weight: WeightMatrix, backward: bool) -> str:
     """How a side that is not one block is split."""
-    split = {side.size for side in (weight.inputs, weight.outputs)[: 1 + backward] if side.count > 1}
-    kind = ", diagonal" if split == {1} else ", in blocks"
-    return kind if split else ""
+    sizes = {side.size for side in (weight.inputs, weight.outputs)[: 1 + backward] if side.count > 1}
+    if not sizes:
+        return ""
+    return ", diagonal" if sizes == {1} else ", in blocks"
 
 
 def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, str]:
@@ -137,7 +142,7 @@ def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Ten
     holders: dict[Tensor | None, dict[str, nn.Module]] = {}
     for prefix, module in model.named_modules():
         for name, p in module._parameters.items():
-            holders.setdefault(p, {})[".".join(filter(None, (prefix, name)))] = module
+            holders.setdefault(p, {})[dotted(prefix, name)] = module
     covered = {p for weight in covered_weights(model) for p in (weight.weight, weight.bias)}
     return {p: _reason(p, holders.get(p, {}), p in covered) for p in parameters}
 

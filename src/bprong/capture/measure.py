@@ -47,16 +47,12 @@ class LayerMoments:
 
     def merge(self, other: LayerMoments) -> LayerMoments:
         """Return the moments of two batches, this one the earlier, as if they had been one."""
-        z = self.z or other.z
-        if self.z and other.z:
-            z = self.z.merge(other.z)
-        delta = self.delta or other.delta
-        if self.delta and other.delta:
-            delta = self.delta.merge(other.delta)
-        elif delta:  # the errors of a batch that did not reach the layer are zero
-            delta = replace(delta, weight=delta.weight + (other if self.delta else self).targets)
+        delta = _merged_moments(self.delta, other.delta)
+        for batch in (self, other):
+            if delta and not batch.delta:  # the errors of a batch that did not reach the layer are zero
+                delta = replace(delta, weight=delta.weight + batch.targets)
         return LayerMoments(
-            z=z,
+            z=_merged_moments(self.z, other.z),
             delta=delta,
             called=self.called or other.called,
             empty=self.empty or other.empty,
@@ -64,6 +60,11 @@ class LayerMoments:
             unexplained=self.unexplained or other.unexplained,
             targets=self.targets + other.targets,
         )
+
+
+def _merged_moments(earlier: Moments | None, later: Moments | None) -> Moments | None:
+    """Return the moments of two batches, one of which may have none."""
+    return earlier.merge(later) if earlier and later else earlier or later
 
 
 def merged(parts: Sequence[LayerMoments]) -> LayerMoments:

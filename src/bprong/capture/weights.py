@@ -168,16 +168,16 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
     parameter (tied weights), because its gradient is not the product of one z and one δ. A module may have several
     names.
     """
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    uses = Counter(p for module in model.modules() for p in module._parameters.values())
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
         if any(isinstance(p, nn.UninitializedParameter) for p in parameters):
             raise ValueError(f"{name!r} has parameters without a shape yet (lazy); call the model on a batch first")
-        unfit = any(uses[id(p)] > 1 or p.is_complex() or p.numel() == 0 for p in parameters)
+        unfit = any(uses[p] > 1 or p.is_complex() or p.numel() == 0 for p in parameters)
         matrices = [] if unfit else weight_matrices_of(name, module, limits)
-        used = {id(p) for weight in matrices for p in (weight.weight, weight.bias) if p is not None}
+        used = {p for weight in matrices for p in (weight.weight, weight.bias) if p is not None}
         # A weight computed from other parameters (weight norm, spectral norm) is not itself a parameter.
-        if used <= {id(p) for p in parameters}:
+        if used <= set(parameters):
             yield from matrices
 
 

@@ -33,7 +33,7 @@ from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.moments import feature_means, float64_copy, outer
 
-Pair = tuple[Tensor, Tensor | None]  # a value for a weight (out, …), and one for its bias (out,) if it has one
+Pair = tuple[Tensor, Tensor]  # a value for a weight (out, …), and one for its bias (out,); zeros if it has none
 Map = Callable[[Tensor], Tensor]
 
 
@@ -61,20 +61,20 @@ class Change:
     blocks: Blocks
     s: Tensor | None = None
 
-    def velocity(self, W: Tensor, b: Tensor | None = None) -> Pair:
+    def velocity(self, W: Tensor, b: Tensor) -> Pair:
         """Return parameters, or whatever is added to them, in the new coordinates."""
         W_new, b_new = self._apply(self.T.transposed_solve, W, b)
-        if b_new is not None and self.s is not None:
+        if self.s is not None:
             b_new = b_new + times_mean(W, self.s, self.blocks)
         return W_new, b_new
 
-    def gradient(self, W: Tensor, b: Tensor | None = None) -> Pair:
+    def gradient(self, W: Tensor, b: Tensor) -> Pair:
         """Return gradients in the new coordinates."""
-        if b is not None and self.s is not None:
+        if self.s is not None:
             W = W - self._outer(b, self.s, W)
         return self._apply(self.T.times, W, b)
 
-    def squares(self, W: Tensor, b: Tensor | None = None) -> Pair:
+    def squares(self, W: Tensor, b: Tensor) -> Pair:
         """Return mean squares v of gradients, which are taken to be uncorrelated, in the new coordinates.
 
         With g' = L g, the diagonal of L diag(v) Lᵀ is (L∘L) v, the best estimate that a diagonal v allows. It stays
@@ -82,15 +82,15 @@ class Change:
         """
         T = self.T.times(identity(self.blocks, W))
         W_new, b_new = self._apply(T.square().matmul, W, b)
-        if b_new is not None and self.s is not None:
+        if self.s is not None:
             shift = (T @ self.s.unsqueeze(-1)).squeeze(-1)
             W_new = W_new + self._outer(b_new, shift.square(), W)
         return W_new, b_new
 
-    def _apply(self, function: Map, W: Tensor, b: Tensor | None) -> Pair:
+    def _apply(self, function: Map, W: Tensor, b: Tensor) -> Pair:
         """Apply a map of columns to the side that changes; the bias belongs to the outputs."""
         if self.s is None:
-            return on_outputs(function, W, b, self.blocks)
+            return on_outputs(function, W, self.blocks), on_outputs(function, b, self.blocks)
         return on_inputs(function, W, self.blocks), b
 
     def _outer(self, b: Tensor, s: Tensor, like: Tensor) -> Tensor:
@@ -110,11 +110,9 @@ def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     return mapped.permute(0, 3, 1, 2).reshape(W.shape)
 
 
-def on_outputs(apply: Map, W: Tensor, b: Tensor | None, blocks: Blocks) -> Pair:
-    """Apply a map of columns to those of a weight (out, …) and to its bias: (L W, L b) for `L.matmul`."""
-    shape = blocks.shape[:-1]
-    W_new = apply(W.reshape(*shape, -1)).reshape(W.shape)
-    return W_new, None if b is None else apply(b.reshape(*shape, -1)).reshape(b.shape)
+def on_outputs(apply: Map, values: Tensor, blocks: Blocks) -> Tensor:
+    """Apply a map of columns to those of a weight (out, …), or to a bias (out,): L W or L b for `L.matmul`."""
+    return apply(values.reshape(*blocks.shape[:-1], -1)).reshape(values.shape)
 
 
 def times_mean(W: Tensor, mean: Tensor, blocks: Blocks) -> Tensor:
@@ -220,17 +218,12 @@ def carry_(holders: Sequence[Holder], layer: Any, change: Change) -> None:
         move = getattr(velocity_change if transport == "velocity" else change, transport)
         # Tensors of the weight and of its bias belong together in the order in which the optimizers keep them.
         for pair in zip_longest(of_W.get(kind, []), of_b.get(kind, [])):
-            old = [_float64(tensor, parameter) for tensor, parameter in zip(pair, (W, b), strict=True)]
+            old = []
+            for tensor, like in zip(pair, (W, W.flatten(1)[:, 0]), strict=True):  # what is not kept yet is zero
+                old.append(float64_copy(torch.zeros_like(like) if tensor is None else tensor))
             for tensor, new in zip(pair, move(*old), strict=True):
                 if tensor is not None:
                     tensor.copy_(new)
-
-
-def _float64(tensor: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """Return what an optimizer keeps of a parameter in float64: zero if it keeps nothing of it yet."""
-    if parameter is None:
-        return None
-    return float64_copy(torch.zeros_like(parameter) if tensor is None else tensor)
 
 
 def _tensors_of(parameter: Tensor, holders: Sequence[Holder]) -> dict[tuple[Transport, str], list[Tensor]]:

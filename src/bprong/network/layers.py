@@ -19,7 +19,6 @@ from bprong.linalg.moments import float64_copy, to_float64
 from bprong.network.coordinates import (
     Change,
     Multiplier,
-    Pair,
     check_outputs,
     identity,
     on_inputs,
@@ -103,14 +102,17 @@ class WhitenedLayer(nn.Module):
         """Whether c may differ from 0: only if there is a bias and it is trained."""
         return self.bias_dagger is not None and self.bias_dagger.requires_grad
 
-    def _ordinary(self, cast_to: Callable[[Tensor], Tensor]) -> Pair:
+    def _ordinary(self, cast_to: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return W and b, stored like the parameters and computed in the precision that `cast_to` converts these to."""
         stored = self.weight_dagger
         W = on_inputs(cast_to(self.U).mT.matmul, cast_to(stored), self.forward_blocks)
-        b = None if self.bias_dagger is None else cast_to(self.bias_dagger)
         if self.R is not None:
-            W, b = on_outputs(cast_to(self.R).mT.matmul, W, b, self.backward_blocks)
+            W = on_outputs(cast_to(self.R).mT.matmul, W, self.backward_blocks)
+        b = self.bias_dagger
         if b is not None:
+            b = cast_to(b)
+            if self.R is not None:
+                b = on_outputs(cast_to(self.R).mT.matmul, b, self.backward_blocks)
             b = (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(stored)
         layout = torch.channels_last if stored.ndim == 4 and not stored.is_contiguous() else torch.contiguous_format
         return W.to(stored).contiguous(memory_format=layout), b
@@ -150,13 +152,16 @@ class WhitenedLayer(nn.Module):
     @torch.no_grad()
     def _change_(self, change: Change, probe: Tensor | None, coordinates: Mapping[str, Tensor]) -> Change:
         """Move W† and b† by a change of coordinates and store the new U, c or R that belong to it."""
-        old = [float64_copy(p) for p in (self.weight_dagger, self.bias_dagger) if p is not None]
+        W = float64_copy(self.weight_dagger)
+        b = W.new_zeros(len(W)) if self.bias_dagger is None else float64_copy(self.bias_dagger)
         try:
-            W_new, b_new = change.velocity(*old)
+            W_new, b_new = change.velocity(W, b)
         except LinAlgError as reason:  # U' or R' is singular once it is rounded to the layer's dtype
             raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
-        tensors = {"weight_dagger": W_new, "bias_dagger": b_new, **coordinates}
-        new = {name: value.to(getattr(self, name)) for name, value in tensors.items() if value is not None}
+        tensors = {"weight_dagger": W_new, **coordinates}
+        if self.bias_dagger is not None:
+            tensors["bias_dagger"] = b_new
+        new = {name: value.to(getattr(self, name)) for name, value in tensors.items()}
         if probe is not None:
             check_outputs(self, new, probe)
         for name, value in new.items():
@@ -190,9 +195,8 @@ class WhitenedLayer(nn.Module):
             saved.setdefault("R", identity(self.backward_blocks, W))
         elif W is not None and "R" in saved:  # saved with R, loaded without
             product = saved.pop("R").mT.matmul
-            saved["weight_dagger"], b = on_outputs(product, W, saved.get("bias_dagger"), self.backward_blocks)
-            if b is not None:
-                saved["bias_dagger"] = b
+            for name in saved.keys() & {"weight_dagger", "bias_dagger"}:
+                saved[name] = on_outputs(product, saved[name], self.backward_blocks)
         state_dict.update({prefix + key: value for key, value in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
 

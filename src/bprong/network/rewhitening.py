@@ -102,17 +102,16 @@ class Rewhitening:
         _check_parameters(self._modules, [holder for holder, _ in self._holders])
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
                             "backward_damping": backward_damping}  # fmt: skip
-        unused = [name for name, value in backward_options.items() if value is not None]
         two_sided = any(module.R is not None for module in self._modules.values())
-        if unused and not two_sided:
-            raise ValueError(
-                f"{unused[0]} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
-            )
+        for name, value in backward_options.items():
+            if value is not None and not two_sided:
+                raise ValueError(
+                    f"{name} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
+                )
         if loss is None and two_sided:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
         self._samples = pair(samples)
-        self._carry = partial(carry_, self._holders)
         backward_damping = 0.03 if backward_damping is None else backward_damping
         self._damping = {"forward": Damping.of(forward_damping), "backward": Damping.of(backward_damping)}
         one_of("solver", solver, get_args(RootSolver))
@@ -188,12 +187,15 @@ class Rewhitening:
             V, mean = centred_rows(V, moments.mean.to(U), module.c.to(U), self._mu)
         try:
             T, track = self._tracks[side].step(U, V, self._mu, self._damping[side.name])
-            change = module.rewhiten_(side.name, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
+            self._move(module, side, T.times(U), mean, cast(Tensor, measured.probe)[:PROBE_ROWS], T)
         except (WhiteningError, LinAlgError):
             return False
-        self._carry(module, change)
         self._tracks[side] = track
         return True
+
+    def _move(self, module: WhitenedLayer, side: Side, *new: Any) -> None:
+        """Change the coordinates of a layer by `rewhiten_`, and the state of the optimizers with them."""
+        carry_(self._holders, module, module.rewhiten_(side.name, *new))
 
     def _record(self, trained: list[Layer], x: Any, y: Tensor | None, rows: bool = False) -> Mapping[str, LayerMoments]:
         """Measure the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
@@ -233,8 +235,7 @@ class Rewhitening:
         It needs a root of the inverse, so it has no use for a factor.
         """
         root = root_of(moments.second, damping, cast(RootSolver, side.solver))
-        module = self._modules[layer.name]
-        self._carry(module, module.rewhiten_(side.name, root.matrix, moments.mean, measured[layer.name].probe))
+        self._move(self._modules[layer.name], side, root.matrix, moments.mean, measured[layer.name].probe)
         if self._mu:
             self._tracks[side] = Track()
         if not self._schedule.settings.average:
