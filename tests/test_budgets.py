@@ -12,9 +12,9 @@ from pathlib import Path
 import bprong
 
 ROOT = Path(bprong.__file__).parent
-NODES = 50_000
-NODES_A_STATEMENT = 7.8
-LARGEST_CLASS = 305  # statements
+NODES = 48_000
+NODES_A_STATEMENT = 7.4
+LARGEST_CLASS = 160  # statements
 EMPTY_NAMES = 0.01  # of all assignments
 EMPTY = {
     "found", "own", "given", "known", "left", "kept", "moved", "seen", "several", "together", "mine", "alike", "usual",

@@ -19,11 +19,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten
 
-from bprong.capture.advice import not_called, not_seen
-from bprong.capture.batches import Batch, examples
+from bprong.capture.batches import Batch
 from bprong.capture.calls import Calls, nodes_behind, recorded_calls
 from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
@@ -31,12 +30,11 @@ from bprong.capture.losses import Watch
 from bprong.capture.measure import gathered
 from bprong.capture.meter import Meter
 from bprong.capture.output import TO_THE_LOSS, Head, Output
-from bprong.capture.own_pass import Arguments, recorded_run
-from bprong.capture.tape import Tape, place_of, with_targets
+from bprong.capture.reader import BatchReader
+from bprong.capture.tape import Tape, place_of
 from bprong.contexts import Uninterrupted, is_own_pass
-from bprong.errors import warn
 from bprong.likelihood.loss import Loss
-from bprong.likelihood.targets import LossCall, Targets
+from bprong.likelihood.targets import LossCall
 from bprong.parallel.slices import is_sharded, leaves, local
 
 
@@ -50,7 +48,7 @@ class Recorder:
     trained:   the parameters that are trained; None: all
     reads:     whether the targets of every batch are needed, even if nothing is measured
     keeps:     whether the arguments of calls are kept until the next step
-    observed:  the batches given by `observe`, which are measured instead of the calls
+    reader:    makes batches of what was recorded
     scale:     compares gradients at the end of backward passes with those at the step
 
     Copies and pickles contain no batches and put hooks of their own on their model.
@@ -73,14 +71,12 @@ class Recorder:
         self.keeps = keeps
         self.measures = meter is not None
         self.trained: set[Tensor] | None = None
-        self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Tape] = []
         self.scale = GradientScale()
         self.last_loss: LossCall | None = None
-        self._no_output: str | None = None  # why no output was found in what the model returned
-        self._loss_was_seen = False  # or what is to be said of it was said
+        self.reader = BatchReader(model, loss, head, reads)
         self._leaves = leaves(model) if is_sharded(model) else []
-        self._loss_is_inside = True  # until a call shows otherwise
+        self.reader.loss_is_inside = not self._leaves
         self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
         self._changes_input: bool | None = None  # whether the model writes to what it is called with; None: not known
         self.listener = Listener(self)
@@ -97,105 +93,34 @@ class Recorder:
 
     def observe(self, x: Any, y: Tensor | None = None) -> None:
         """Measure this batch at the next step, instead of the calls of the model."""
-        self.observed.append((x, y))
+        self.reader.observed.append((x, y))
 
     def forget(self) -> None:
         """Forget all batches: they were used, or the step was refused."""
         self._watch.stop()
         self.last_loss = None
-        self.observed.clear()
+        self.reader.observed.clear()
         for tape in self.reached:
             tape.release()
         self.reached.clear()
         self.listener.compiled = None
 
-    # Batches ----------------------------------------------------------------------------------------------------------
-
-    def take(self, needed: bool, counting: bool, shared: bool) -> list[Batch]:
-        """The batches since the last step, without empty ones.
-
-        needed:    raise an error if there is none, or if the declared loss was not seen and its targets are needed
-        counting:  those of them whose loss counts any of its targets, since a mean of nothing is not finite
-        shared:    whether other processes may have such batches if this one has none
-        """
-        batches = self.seen()
-        if needed and not batches:
-            raise TypeError(self._no_output) if self._no_output else RuntimeError(not_called(self.model))
-        batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
-        if needed and not self._loss_was_seen:
-            self._check_loss(batches)
-        if not counting:
-            return batches
-        return [batch for batch in batches if batch.counts] or ([] if shared else batches)
-
-    def _check_loss(self, batches: Sequence[Batch]) -> None:
-        """If no call of the declared loss was seen: raises where its targets are needed, and otherwise warns, once."""
-        is_unknown = any(batch.targets is None and batch.output is not None for batch in batches)
-        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
-        expected = self.loss.functions if self.reads else self.loss.kind and not self.observed
-        if is_unknown and expected:
-            functions = {f"F.{call.function}" for tape in self.reached for call in tape.losses}
-            message = not_seen(self.loss.name, functions)
-            if self.reads:
-                raise RuntimeError(message)
-            warn(message)
-        self._loss_was_seen = True
-
     def seen(self) -> list[Batch]:
-        """The batches since the last step: those observed or, without any, the calls that a backward pass reached.
+        """The batches since the last step: those observed or, without any, the calls that a backward pass reached."""
+        self._check_unchanged()
+        return self.reader.read(self.reached, self.listener.compiled)
 
-        As many calls as observed batches have the gradients of these.
-        """
-        if self.keeps and not self.observed and any(tape.is_changed for tape in self.reached):
+    def take(self, **conditions: bool) -> list[Batch]:
+        """The batches that a step needs; see `BatchReader.take`."""
+        self._check_unchanged()
+        return self.reader.take(self.reached, self.listener.compiled, **conditions)
+
+    def _check_unchanged(self) -> None:
+        if self.keeps and not self.reader.observed and any(tape.is_changed for tape in self.reached):
             raise RuntimeError(
                 "the batch was changed in place between the model's call and the step, so it cannot be evaluated. "
                 "Call optimizer.observe(x.clone()) before you change it"
             )
-        calls = [tape.batch(self.loss, self.head) for tape in self.reached]
-        link = self.listener.compiled
-        while link is not None:
-            arguments, link = link
-            calls.append(Batch(Arguments(*arguments)))
-        calls = [call if call.targets is not None else self._with_loss_inside(call) for call in calls]
-        if not self.observed:
-            return calls
-        same = len(calls) == len(self.observed)
-        return [self._observed(x, y, calls[i] if same else Batch()) for i, (x, y) in enumerate(self.observed)]
-
-    def _observed(self, x: Any, y: Tensor | None, call: Batch) -> Batch:
-        """An observed batch; call: the call of the model that may have had the same examples."""
-        length = examples(x) if y is None else len(y)
-        batch = Batch(x) if call.output is None or len(call.output) != length else replace(call, x=x, measured=None)
-        if y is None or batch.targets is not None:
-            return batch
-        if batch.output is not None:
-            likelihood = self.loss.likelihood
-            is_laid_out = y.shape == batch.output.shape or not y.is_floating_point()
-            laid_out_y = likelihood.laid_out(y if is_laid_out else likelihood.classes_last(y), batch.output)
-            if laid_out_y is None:
-                likelihood.check_targets(batch.output, y)
-                return batch
-            y = laid_out_y
-        return replace(batch, targets=Targets.observed(self.loss, y))
-
-    def _with_loss_inside(self, call: Batch) -> Batch:
-        """With the targets of a loss inside of a compiled model, which a pass of our own shows."""
-        if call.x is None or not self._loss_is_inside or not self.head.functions or self._leaves:
-            return call
-        model = getattr(self.model, "_orig_mod", self.model)
-        with recorded_run(model, [], call.x, seed=0, errors=True, head=self.head) as (parts, calls):
-            losses = self.head.inputs(calls.losses)
-            values = [t for t in tree_leaves(calls.returned) if isinstance(t, Tensor) and t.ndim == 0]
-            self._loss_is_inside = bool(losses) and any(value.requires_grad for value in values)
-            if not self._loss_is_inside:
-                return call
-            gradients = torch.autograd.grad(values[0], parts, allow_unused=True, materialize_grads=True)
-        for loss in losses:
-            _, loss.gradient = loss.arrived
-        arrived = [loss for loss in losses if loss.gradient is not None]
-        batch = with_targets(call, self.loss, [part.detach() for part in parts], arrived, lambda: gradients)
-        # A factor that the user puts on what the model returns is not known.
-        return batch if batch.targets is None else replace(batch, targets=replace(batch.targets, total=None))
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -233,7 +158,7 @@ class Recorder:
         try:
             parts = [] if returned is None else self.head.find(returned, tape.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
-            self._no_output = str(reason)
+            self.reader.no_output = str(reason)
             return
         if parts and all(part.requires_grad for part in parts):
             self._wait(tape, parts, returned)
@@ -261,9 +186,9 @@ class Recorder:
         calls = tape.calls
         if calls is not None:
             tape.retained = [*calls.retained, *(weakref.ref(t) for t in tensors if isinstance(t, Tensor))]
-            self._loss_is_inside = bool(tape.losses) or (calls.opaque and self._loss_is_inside)
+            self.reader.loss_is_inside = bool(tape.losses) or (calls.opaque and self.reader.loss_is_inside)
             calls.drop_without_graph()
-        if not self.keeps and (calls is None or not self._needs_own_pass(calls)):
+        if not self.keeps and (calls is None or not _needs_own_pass(calls, self.reads)):
             tape.arguments = None
             tape.originals = None
         for i, part in enumerate(parts):
@@ -277,15 +202,6 @@ class Recorder:
         if isinstance(part, Tensor) and part.grad_fn is not None:
             hook = partial(_arrive, weakref.ref(self), tape, i)  # which would keep itself alive if it had the tensor
             part.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _needs_own_pass(self, calls: Calls) -> bool:
-        """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled."""
-        if calls.opaque and (self.reads or calls.recorded):
-            return True  # the loss may be inside
-        called = {call.weight for call in calls}
-        if any(weight not in called and weight.name not in calls.empty for weight in calls.recorded):
-            return True
-        return bool(calls.recorded) and _anything_is_compiled()
 
     def note_loss(self, call: LossCall) -> None:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
@@ -330,7 +246,7 @@ class Recorder:
         if part is not None:
             tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
         if is_first and tape.calls is not None:
-            self._measure(tape)
+            tape.measure(self.meter, len(self.reached) - 1, self.loss, self.head)
 
     def _sort_reached(self, accumulates: bool, task: int, is_first: bool) -> None:
         """Drops the calls whose gradients were thrown away or were not for `.grad`; adds the moments of others up.
@@ -350,28 +266,6 @@ class Recorder:
             for one, following in pairwise(counting):
                 one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
 
-    def _measure(self, tape: Tape) -> None:
-        """Measures the recorded calls on the user's graph, as if the user's backward pass had not begun."""
-        calls, output = tape.calls, tape.output
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
-            tape.calls = None
-        if calls is None or output is None or self.meter is None or not calls.recorded or calls.opaque:
-            return
-        if tape.number is not None:
-            output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), tape.number),))
-        batch = tape.batch(self.loss, self.head)
-        retained = [(t, t.grad) for t in (ref() for ref in tape.retained) if t is not None and t.retains_grad]
-        for tensor, _ in retained:
-            tensor.grad = None
-        try:
-            tape.measured = self.meter.measure(len(self.reached) - 1, output, calls, batch)
-        except RuntimeError as reason:
-            if "compiled" not in str(reason) or tape.arguments is None:  # compiled functions run backward only once
-                raise
-        finally:
-            for tensor, before in retained:
-                tensor.grad = before
-
 
 def _note(owner: weakref.ref[Recorder], call: LossCall) -> None:
     recorder = owner()
@@ -385,6 +279,19 @@ def _arrive(owner: weakref.ref[Recorder], tape: Tape, part: int | None, gradient
     if recorder is not None and gradient is not None and not is_own_pass():
         with Uninterrupted():
             recorder.arrive(tape, part, gradient)
+
+
+def _needs_own_pass(calls: Calls, reads: bool) -> bool:
+    """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled.
+
+    reads: whether targets are needed too
+    """
+    if calls.opaque and (reads or calls.recorded):
+        return True  # the loss may be inside
+    called = {call.weight for call in calls}
+    if any(weight not in called and weight.name not in calls.empty for weight in calls.recorded):
+        return True
+    return bool(calls.recorded) and _anything_is_compiled()
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from bprong.capture.batches import Batch
 from bprong.capture.calls import Calls, as_plain, nodes_behind
 from bprong.capture.measure import LayerMoments
+from bprong.capture.meter import Meter
 from bprong.capture.output import TO_THE_LOSS, Head, Output, laid_out
 from bprong.capture.own_pass import Arguments, copy_of, noted_hooks
 from bprong.likelihood.loss import Loss
@@ -115,6 +117,30 @@ class Tape:
         if self.structure is not None:  # what rearranges tensors rearranges their gradients
             gradients = head.find(tree_unflatten(gradients, self.structure))
         return gradients
+
+    def measure(self, meter: Meter | None, index: int, loss: Loss, head: Head) -> None:
+        """Measures the recorded calls on the user's graph, as if the user's backward pass had not begun.
+
+        index: of the batch, since the last step
+        """
+        calls, output = self.calls, self.output
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
+            self.calls = None
+        if calls is None or output is None or meter is None or not calls.recorded or calls.opaque:
+            return
+        if self.number is not None:
+            output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), self.number),))
+        retained = [(t, t.grad) for t in (ref() for ref in self.retained) if t is not None and t.retains_grad]
+        for tensor, _ in retained:
+            tensor.grad = None
+        try:
+            self.measured = meter.measure(index, output, calls, self.batch(loss, head))
+        except RuntimeError as reason:
+            if "compiled" not in str(reason) or self.arguments is None:  # compiled functions run backward only once
+                raise
+        finally:
+            for tensor, before in retained:
+                tensor.grad = before
 
     def release(self) -> None:
         """A step has used it. The user may still hold on to the output, and its hook to this."""

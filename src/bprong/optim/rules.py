@@ -136,10 +136,6 @@ class StepRule(ABC):
         """Whether the rule runs the model again on the batches of step t, as far as is known after the step before."""
         return False
 
-    def communicates(self, gradients: Gradients) -> bool:
-        """Whether ranks exchange numbers of this step, apart from statistics."""
-        return False
-
     def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
 

@@ -27,12 +27,14 @@ class Ranks:
 
     group:   of torch.distributed; None: all processes
     wrapper: the DistributedDataParallel around the model, if it is known
+    before:  how many processes made the steps so far; None: none was made
 
     Whether there are several processes is found out anew each time, since a script may start torch.distributed after
     it has made the optimizer.
     """
 
     def __init__(self, group: Any = None, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
+        self.before: int | None = None
         self._group = group
         self._wrapper = wrapper
 
@@ -60,7 +62,17 @@ class Ranks:
         return dist.get_rank(self._group) if self.size > 1 else 0
 
     def check(self) -> None:
-        """Raise ValueError if ranks may end before others, which would then wait for them."""
+        """Before a step: raise ValueError if ranks may end before others, which would then wait for them.
+
+        Raises RuntimeError if training goes on with another number of processes, whose states would differ.
+        """
+        size = self.size
+        if self.before not in (None, size):
+            raise RuntimeError(
+                f"the first steps were made by {self.before} processes, and this one by {size}. Start "
+                f"torch.distributed before the first step, or load a checkpoint into a new optimizer"
+            )
+        self.before = size
         if self._wrapper is not None and self._wrapper._join_config.enable:
             raise ValueError(
                 "torch.distributed.algorithms.Join is not supported: ranks that have run out of data would exchange no "

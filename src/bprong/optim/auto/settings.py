@@ -78,7 +78,6 @@ class AutoState:
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
     slope            ∇LᵀΔ at the last evaluation
     slope_change     the predicted change of this slope by the step that was made: (Qc)_Δ
-    promised         ∇Lᵀd of the last step d, in several processes
     curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
     ratio            of the actual to the predicted decrease; None: unknown
     evaluate_until   the step until which all are evaluated
@@ -99,7 +98,6 @@ class AutoState:
     curvature: Parts = field(default_factory=dict)
     slope: float = 0.0
     slope_change: float = 0.0
-    promised: float = 0.0
     curvature_ratio: float = 1.0
     ratio: float | None = None
     evaluate_until: int = SETTINGS.evaluate_every

@@ -105,7 +105,6 @@ class Automatic(StepRule):
     """Makes the steps that an `AutoRule` chooses along some directions, by a quadratic model of the loss.
 
     damping: of both sides, where the rule does not choose it
-    sums:    whether the loss is a sum, whose scale changes with the number of targets
     pending: Δ of the last step, if that was evaluated, for the next batch to check its slope
     moved:   the parameters that the last step moved
     """
@@ -118,7 +117,6 @@ class Automatic(StepRule):
         loss_model: LossModel,
         rule: AutoRule,
         damping: Mapping[SideName, Damping],
-        sums: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         self.directions = directions
@@ -130,7 +128,6 @@ class Automatic(StepRule):
         self.pending: Direction = {}
         self.moved: list[Tensor] = []
         self._damping = damping
-        self._sums = sums
         self._ranks = ranks
         self._warned: set[str] = set()
 
@@ -146,7 +143,7 @@ class Automatic(StepRule):
         directions = SpectralDirection.of(setup) if spectral else NaturalDirections(setup.options.fallback())
         loss_model = LossModel(setup.model, likelihood, setup.head, setup.ranks)
         damping = setup.damping(DAMPING if spectral else None)
-        return cls(directions, loss_model, rule, damping, setup.loss.sums, setup.ranks)
+        return cls(directions, loss_model, rule, damping, setup.ranks)
 
     @property
     def kind(self) -> str:
@@ -195,8 +192,6 @@ class Automatic(StepRule):
         c = rule.choose(gradients.t, slopes, evaluation, metric, lr)
         _update_(directions, c, groups, gradients.states)
         self.moved = list(groups)
-        if self._ranks.size > 1:
-            rule.promised = dot(values, {p: gradients.states[p][LAST] for p in self.moved})
         for layer in layers.values() if gradients.noted else ():
             if LAST in gradients.states.get(layer.weight, {}):
                 layer.step_norm = norm(gradients.states[layer.weight][LAST], layer.linear.own)
@@ -246,22 +241,8 @@ class Automatic(StepRule):
 
     # Undoing ----------------------------------------------------------------------------------------------------------
 
-    def communicates(self, gradients: Gradients) -> bool:
-        """At evaluations, at steps that may have to be undone, and at all steps if the loss is a sum.
-
-        Gradients are the same on all ranks, so that all agree.
-        """
-        return self.rule.evaluates(gradients.t) or self._sums or self._slope_along_last(gradients) > -self.rule.promised
-
-    def _slope_along_last(self, gradients: Gradients) -> float:
-        """The slope of the mean −log p along the last update, by the present gradients."""
-        last = {p: gradients.states[p][LAST] for p in self.moved if p in gradients.values}
-        return dot(gradients.values, last) / (self.rule.scale * (gradients.factor or 1.0))
-
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
-        if self._ranks.size > 1 and not self.communicates(gradients):
-            return False
         total, scale, batches, with_targets, with_calls = self._ranks.sums(5, lambda: _totals(gradients.batches))
         if not scale or with_targets < batches:
             return False
