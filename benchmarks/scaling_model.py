@@ -85,12 +85,16 @@ def refresh(matrices: Sequence[Matrix], rows: int, ranks: int, sharded: bool) ->
 
 
 def step(matrices: Sequence[Matrix], ranks: int, sharded: bool) -> Cost:
-    """A step of a natural rule at a fixed rate; sharded, slices of gradients go to owners and directions come back."""
+    """A step of a natural rule at a fixed rate.
+
+    Sharded, slices of each gradient go to its owner, and slices of the direction come back. These exchanges are counted
+    as if one waited for the other; those with different owners may overlap.
+    """
     products = sum(2 * m.size * (min(m.inputs, 4096) + min(m.outputs, 4096)) for m in matrices)
     if not sharded:
         return Cost(products=products)
     parameters = sum(m.size + m.outputs for m in matrices)
-    return Cost(products=products / ranks, bytes=2 * FLOAT32 * parameters / ranks, messages=4 * len(matrices))
+    return Cost(products=products / ranks, bytes=2 * FLOAT32 * parameters, messages=4 * len(matrices))
 
 
 def validation(rows: Sequence[Row]) -> str:
