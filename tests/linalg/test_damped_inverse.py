@@ -193,6 +193,17 @@ def test_the_inverse_is_that_of_any_root(d, rank, relative_to):
     assert_close(inverse(second, damping), U.T @ U, 1e-9)
 
 
+@given(scales=st.lists(st.floats(1e-8, 1e8), min_size=6, max_size=6), rank=st.integers(0, 6), single=st.booleans())
+def test_the_inverse_relative_to_variances_is_invariant_to_the_scale_of_features(scales, rank, single):
+    """By Cholesky, whatever the precision that is asked for."""
+    second = moment_of_rank(6, rank) + torch.eye(6, dtype=torch.float64)
+    s = torch.tensor(scales, dtype=torch.float64)
+    damping = Damping(0.1, "variance")
+    dtype = torch.float32 if single else torch.float64
+    found = inverse(second * torch.outer(s, s), damping, dtype).double() * torch.outer(s, s)
+    assert_close(found, inverse(second, damping), 1e-3 if single else 1e-11)
+
+
 @given(weight=st.floats(0.1, 1e4), relative_to=relations, single=st.booleans())
 def test_the_weight_divides_the_scatter(weight, relative_to, single):
     second = moment_of_rank(6, 4)

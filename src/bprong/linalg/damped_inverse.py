@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bprong.checks import number, one_of
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.linalg.moments import finite, outer
+from bprong.linalg.moments import diagonal, finite, outer
 
 RelativeTo = Literal["one", "mean", "variance"]
 RootSolver = Literal["eigh", "cholesky", "symmetric"]
@@ -77,50 +77,41 @@ def inverse(
     [0.25, 1.0]
     """
     damping = Damping.of(damping)
-    units = damping.units(second.diagonal(dim1=-2, dim2=-1).to(torch.float64) / weight)
-    if damping.relative_to != "variance":
-        return inverse_of_damped(second, damping.value * units, dtype, weight)
-    # Only a damping that differs between coordinates requires a rescaling, which goes through as much memory as the
-    # factorisation itself. The scaled moment is the correlation matrix.
-    unit = units.sqrt()
-    scaled = inverse_of_damped(second / outer(unit, unit), torch.full_like(unit, damping.value), dtype, weight)
-    return scaled.div_(outer(unit, unit).to(scaled))
-
-
-def inverse_of_damped(second: Tensor, epsilon: Tensor, dtype: torch.dtype, weight: float = 1.0) -> Tensor:
-    """Return the inverse of a moment, or of several at once, with ε added to its diagonal; see `inverse`."""
     second = second.to(torch.float64)
+    result = _by_cholesky(second, damping.amounts(diagonal(second) / weight), dtype, weight)
+    if result is None:  # a moment that is not finite ends here as well
+        U = root_of(second / weight, damping).matrix
+        result = U.mT @ U
+    return result
+
+
+def inverses_of_equals(seconds: list[Tensor], dampings: Sequence[Damping], dtype: torch.dtype) -> list[Tensor]:
+    """Return the inverses of moments of one small shape, by one factorisation; an empty list if that fails."""
+    amounts = [damping.amounts(diagonal(second)) for damping, second in zip(dampings, seconds, strict=True)]
+    inverses = _by_cholesky(torch.stack(seconds), torch.stack(amounts), dtype)
+    return [] if inverses is None else list(inverses)  # factored one by one, each reports for itself what is wrong
+
+
+def _by_cholesky(second: Tensor, epsilon: Tensor, dtype: torch.dtype, weight: float = 1.0) -> Tensor | None:
+    """Return (Ž + ε)⁻¹ for ε of each coordinate; None if this is not positive definite at its precision."""
     if dtype != torch.float32 or not _safe_in_single(second, epsilon * weight):
         dtype = torch.float64
     damped = torch.div(second, weight, out=torch.empty_like(second, dtype=dtype))
-    damped.diagonal(dim1=-2, dim2=-1).add_(epsilon)
+    diagonal(damped).add_(epsilon)
     L = _cholesky_factor(damped)  # which reads one triangle, so that the moment is not symmetrised
-    if L is not None:
-        # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
-        result = torch.cholesky_inverse(L).mT
-        if finite(result):
-            return result
-    U = _root(_symmetrised(second) / weight, epsilon)  # a moment that is not finite ends here as well
-    return U.mT @ U
+    if L is None:
+        return None
+    # LAPACK's result is stored by columns; as it is symmetric, its transpose is the same matrix stored by rows.
+    result = torch.cholesky_inverse(L).mT
+    return result if finite(result) else None
 
 
 def _safe_in_single(second: Tensor, epsilon: Tensor) -> bool:
     """Return whether an inverse in float32 has three digits, by its condition number: κ ≤ (‖Ž‖ + ε)/ε, error ∝ κ √d."""
     smallest = float(epsilon.min())
     largest = float(torch.linalg.vector_norm(second))  # the Frobenius norm of all blocks bounds every eigenvalue
-    if not smallest > 0:  # written so that NaN is not safe
-        return False
-    condition = largest / smallest + 1
-    return bool(condition * second.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps < 1e-3)
-
-
-def inverses_of_equals(seconds: list[Tensor], dampings: Sequence[Damping], dtype: torch.dtype) -> list[Tensor]:
-    """Return the inverses of moments of one small shape, by one factorisation; an empty list if that fails."""
-    amounts = [damping.amounts(second.diagonal()) for damping, second in zip(dampings, seconds, strict=True)]
-    try:
-        return list(inverse_of_damped(torch.stack(seconds), torch.stack(amounts), dtype))
-    except WhiteningError:  # factored one by one, each reports for itself what is wrong
-        return []
+    worst_condition = 1e-3 / (second.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps)
+    return bool(largest + smallest < worst_condition * smallest)  # False if one of them is NaN
 
 
 @dataclass(frozen=True)
@@ -159,7 +150,7 @@ def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver =
     """
     second = _symmetrised(second)
     damping = Damping.of(damping)
-    units = damping.units(second.diagonal(dim1=-2, dim2=-1))
+    units = damping.units(diagonal(second))
     # In these units the damping is a multiple of I. For damping relative to variances the scaled moment is the
     # correlation matrix, which stays well conditioned when features differ by many orders of magnitude.
     unit = units.sqrt()
@@ -175,7 +166,7 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
         raise WhiteningError(f"the factorisation failed: {reason}") from reason
 
 
-def _root(second: Tensor, epsilon: float | Tensor, solver: RootSolver = "eigh") -> Tensor:
+def _root(second: Tensor, epsilon: float, solver: RootSolver) -> Tensor:
     """Return U with U (Ž+ε) Uᵀ = I.
 
     eigh:       (Λ+ε)^(-1/2) Pᵀ, the paper's
@@ -192,7 +183,7 @@ def _root(second: Tensor, epsilon: float | Tensor, solver: RootSolver = "eigh") 
     if (damped.amin(dim=-1) <= _rounding(damped)).any():
         raise WhiteningError(
             f"the statistics span {_rank(eigenvalues)} of {eigenvalues.numel()} directions and the damping "
-            f"({float(torch.as_tensor(epsilon).min()):g}) is too small to fill the others; give a larger damping"
+            f"({epsilon:g}) is too small to fill the others; give a larger damping"
         )
     # The largest entry of each eigenvector is made positive, so that equal statistics give an equal U.
     largest = P.gather(-2, P.abs().argmax(dim=-2, keepdim=True))
@@ -206,9 +197,10 @@ def _root(second: Tensor, epsilon: float | Tensor, solver: RootSolver = "eigh") 
 def _cholesky_factor(damped: Tensor) -> Tensor | None:
     """Return L with Ž+ε = LLᵀ, or None if the matrix is not positive definite at its precision."""
     L, failed = torch.linalg.cholesky_ex(damped)
-    # Without damping a singular matrix may pass with a pivot of pure rounding, so the smallest pivot is tested too.
-    pivots = L.diagonal(dim1=-2, dim2=-1) ** 2
-    return None if failed.any() or (pivots.amin(dim=-1) <= _rounding(pivots)).any() else L
+    # Without damping a singular matrix may pass with a pivot of pure rounding, so the pivots are tested too: beside the
+    # entry that each of them was computed from, so that the scales of features do not matter.
+    rounding = diagonal(damped) * damped.shape[-1] * torch.finfo(damped.dtype).eps
+    return None if failed.any() or (diagonal(L).square() <= rounding).any() else L
 
 
 def _symmetrised(second: Tensor) -> Tensor:

@@ -70,8 +70,8 @@ class Moments:
         """The diagonal of Ž or D."""
         if self.as_rows:
             return self.values.to(torch.float64).square().sum(dim=0) / self.weight
-        diagonal = self.values if self.diagonal else self.values.diagonal(dim1=-2, dim2=-1)
-        return diagonal.to(torch.float64) / self.weight
+        variances = self.values if self.diagonal else diagonal(self.values)
+        return variances.to(torch.float64) / self.weight
 
     def thinned(self) -> Moments:
         """Return these moments with only the diagonal of their scatter."""
@@ -173,7 +173,7 @@ class Sums:
         self.rows += len(rows)
         if self._scatter is None:
             if self._keep_rows or max(self.rows, expected) < rows.shape[-1]:
-                self._chunks.append(rows.clone())
+                self._chunks.append(rows if self._centre else rows.clone())
                 return
             self._scatter = rows.new_zeros(*rows.shape[1:], rows.shape[-1], dtype=_precision(rows))
         for chunk in (*self._chunks, rows):
@@ -196,7 +196,9 @@ class Sums:
         """
         weight = float(self.rows) if weight is None else weight
         as_rows = self._scatter is None
-        values = torch.cat(self._chunks) if self._scatter is None else self._scatter
+        values = self._scatter
+        if values is None:
+            values = self._chunks[0] if len(self._chunks) == 1 else torch.cat(self._chunks)
         if self._origin is None or not isinstance(self._sum, Tensor):
             return Moments(weight, None, values, as_rows)
         offset = self._sum / self.rows
@@ -272,6 +274,11 @@ def feature_means(mean: Tensor, blocks: Blocks) -> Tensor:
     """A mean (size) or (lead, size) as the mean of every feature: (features,), or (groups, features)."""
     means = mean.reshape(blocks.groups, -1)[:, : blocks.features]
     return means if blocks.groups > 1 else means.squeeze(0)
+
+
+def diagonal(matrix: Tensor) -> Tensor:
+    """Return the diagonal of a matrix, or of each of several, as a view."""
+    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 def finite(values: Tensor) -> bool:
