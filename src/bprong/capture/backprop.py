@@ -148,6 +148,7 @@ class Graph:
         reached: the rows that errors of targets that count came back to, for those calls whose errors were measured
         """
         values = self.output.values
+        counted = counted.flatten()
         masks = {call: counted.new_zeros(call.rows) for call in calls} | dict(reached)
 
         def take(call: Call, delta: Tensor) -> None:
@@ -178,9 +179,11 @@ class Graph:
         self.send_back(trained, root, take)
         with ExitStack() as stack:
             # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
-            for hooks in filter(None, (weight.weight._backward_hooks for weight in products)):
-                stack.callback(hooks.update, dict(hooks))
-                hooks.clear()
+            for weight in products:
+                hooks = weight.weight._backward_hooks
+                if hooks:
+                    stack.callback(hooks.update, dict(hooks))
+                    hooks.clear()
             gradients = self.output.gradients(root, [get_gradient_edge(weight.weight) for weight in products])
         names = set()
         for (weight, product), gradient in zip(products.items(), gradients, strict=True):

@@ -308,11 +308,10 @@ _product = partial(_linear)
 
 
 def _convolution(
-    matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None,
-    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the geometry of a convolution."""
-    return {"geometry": Geometry.of(weight.shape[2:], stride, padding, dilation, groups)}
+    matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None, *form: Any, **options: Any
+) -> dict[str, Any]:
+    """Return the geometry of a convolution; form, options: its stride, padding, dilation and groups."""
+    return {"geometry": Geometry.of(weight.shape[2:], *form, **options)}
 
 
 def _embedding(
@@ -373,8 +372,10 @@ FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that tak
     (F, "linear", _recorded, _linear),
     (F, "embedding", _recorded, _embedding),
     *((place, f"conv{n}d", _recorded, _convolution) for place in (F, torch) for n in (1, 2, 3)),
-    *((torch, name, _by_hand) for name in ("addmm", "matmul")),
-    *((Tensor, name, _by_hand) for name in ("matmul", "__matmul__")),
+    (torch, "addmm", _by_hand),
+    (torch, "matmul", _by_hand),
+    (Tensor, "matmul", _by_hand),
+    (Tensor, "__matmul__", _by_hand),
     *((torch._VF, name, _cell, formula) for name, formula in CELLS.items()),
     # In eval mode without gradients attention is one fused function, which shows none of its projections.
     (torch.backends.mha, "get_fastpath_enabled", lambda function: False),

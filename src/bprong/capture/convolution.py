@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a convolution's kernel lies on its input; `padding` is by zeros, (before, after) for each dimension."""
+    """Where a convolution's kernel lies on its input; `padding` is by zeros, as `F.pad` takes it."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
+    padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
 
@@ -35,11 +35,15 @@ class Geometry:
         """From the arguments of `F.conv1d`, `F.conv2d`, `F.conv3d`."""
         kernel = tuple(kernel)
         dilation = _each(dilation, kernel)
-        if padding == "same":  # if the total is odd, torch puts the larger half at the end
-            both = tuple((d * (k - 1) // 2, (d * (k - 1) + 1) // 2) for k, d in zip(kernel, dilation, strict=True))
-        else:
-            both = tuple((p, p) for p in _each(0 if isinstance(padding, str) else padding, kernel))
-        return cls(kernel, _each(stride, kernel), both, dilation, groups)
+        zeros: list[int] = []  # before and after, from the last dimension on
+        if padding == "same":
+            for k, d in zip(kernel[::-1], dilation[::-1], strict=True):
+                total = d * (k - 1)
+                zeros += [total // 2, (total + 1) // 2]  # if it is odd, torch puts the larger half at the end
+        elif not isinstance(padding, str):
+            for number in reversed(_each(padding, kernel)):
+                zeros += [number, number]
+        return cls(kernel, _each(stride, kernel), tuple(zeros), dilation, groups)
 
 
 def geometry_of(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
@@ -58,9 +62,7 @@ def patch_rows(z: Tensor, geometry: Geometry, most: int) -> Iterator[Tensor]:
     [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
     """
     n = len(geometry.kernel)
-    z = nn.functional.pad(
-        z if z.ndim == n + 2 else z.unsqueeze(0), [p for both in reversed(geometry.padding) for p in both]
-    )
+    z = nn.functional.pad(z if z.ndim == n + 2 else z.unsqueeze(0), geometry.padding)
     z = z.reshape(len(z), geometry.groups, -1, *z.shape[2:])
     for dim, (k, s, d) in enumerate(zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)):
         z = z.unfold(3 + dim, d * (k - 1) + 1, s)[..., ::d]  # the kernel positions of this dimension come last

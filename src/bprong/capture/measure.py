@@ -147,7 +147,6 @@ def measure(
     if likelihood is not None:
         likelihood.check(output.values)
         counted = likelihood.counted(output.values, counted)
-    counted = None if counted is None else counted.flatten()
     graph = Graph(output)
     calls = graph.leading(recorded)
     called = {call.weight.name for call in calls}
@@ -218,7 +217,7 @@ def _padding(
     for call, rows in reached.items():
         if call.is_sequence:
             used[call.shape[:-1]] = rows | used.get(call.shape[:-1], False)
-    embedded = [call.ignored.view(call.shape[:-1]) for call in calls if call.ignored is not None]
+    embedded = [call.ignored.view(call.shape[:-1]) for call in calls if call.ignored is not None and call.is_sequence]
     padding: dict[torch.Size, Tensor] = {}
     for values in (*masks, *embedded) if used else ():
         mask = _as_mask(values)
@@ -237,7 +236,7 @@ def _as_mask(values: Tensor) -> Tensor | None:
 
     Of attention's mask (B, …, queries, keys): the keys that any query looks at.
     """
-    if values.ndim < 2 or values.numel() == 0:
+    if values.numel() == 0:
         return None
     high = values == values.amax()
     is_mask = bool((high | (values == values.amin())).all()) and not bool(high.all())

@@ -248,11 +248,12 @@ class Form(NamedTuple):
 
 
 _CELL = Form(_linear, ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh"))  # of their input and of their state
+_CONVOLUTION = Form(_convolution)
 _LIKE = {
     nn.Linear: Form(_linear),
-    nn.Conv1d: Form(_convolution),
-    nn.Conv2d: Form(_convolution),
-    nn.Conv3d: Form(_convolution),
+    nn.Conv1d: _CONVOLUTION,
+    nn.Conv2d: _CONVOLUTION,
+    nn.Conv3d: _CONVOLUTION,
     nn.Embedding: Form(_embedding),
 }
 _FORMS: dict[type[nn.Module], Form] = {

@@ -31,7 +31,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSp
 from bprong.checks import one_of
 from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
-from bprong.linalg.moments import feature_means, float64_copy, outer
+from bprong.linalg.moments import float64_copy, outer
 
 Pair = tuple[Tensor, Tensor]  # a value for a weight (out, …), and one for its bias (out,); zeros if it has none
 Map = Callable[[Tensor], Tensor]
@@ -95,7 +95,8 @@ class Change:
 
     def _outer(self, b: Tensor, s: Tensor, like: Tensor) -> Tensor:
         """Return b sᵀ in the shape of a weight."""
-        return outer(b.reshape(self.blocks.groups, -1), feature_means(s, self.blocks)).reshape(like.shape)
+        groups = self.blocks.groups
+        return outer(b.reshape(groups, -1), s.reshape(groups, -1)).reshape(like.shape)
 
 
 def identity(blocks: Blocks, like: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def on_outputs(apply: Map, values: Tensor, blocks: Blocks) -> Tensor:
 
 def times_mean(W: Tensor, mean: Tensor, blocks: Blocks) -> Tensor:
     """Return W c, (out,), for c shaped like the layer's."""
-    return (W.reshape(blocks.groups, -1, blocks.features) @ feature_means(mean, blocks).unsqueeze(-1)).flatten()
+    return (W.reshape(blocks.groups, -1, blocks.features) @ mean.reshape(blocks.groups, -1, 1)).flatten()
 
 
 @torch.no_grad()

@@ -102,20 +102,23 @@ class WhitenedLayer(nn.Module):
         """Whether c may differ from 0: only if there is a bias and it is trained."""
         return self.bias_dagger is not None and self.bias_dagger.requires_grad
 
+    @property
+    def _bias_or_zero(self) -> Tensor:
+        """b†, or zeros if the layer has no bias."""
+        return self.weight_dagger.new_zeros(len(self.weight_dagger)) if self.bias_dagger is None else self.bias_dagger
+
     def _ordinary(self, cast_to: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return W and b, stored like the parameters and computed in the precision that `cast_to` converts these to."""
         stored = self.weight_dagger
         W = on_inputs(cast_to(self.U).mT.matmul, cast_to(stored), self.forward_blocks)
+        b = cast_to(self._bias_or_zero)
         if self.R is not None:
-            W = on_outputs(cast_to(self.R).mT.matmul, W, self.backward_blocks)
-        b = self.bias_dagger
-        if b is not None:
-            b = cast_to(b)
-            if self.R is not None:
-                b = on_outputs(cast_to(self.R).mT.matmul, b, self.backward_blocks)
-            b = (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(stored)
+            product = cast_to(self.R).mT.matmul
+            W = on_outputs(product, W, self.backward_blocks)
+            b = on_outputs(product, b, self.backward_blocks)
+        b = (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(stored)
         layout = torch.channels_last if stored.ndim == 4 and not stored.is_contiguous() else torch.contiguous_format
-        return W.to(stored).contiguous(memory_format=layout), b
+        return W.to(stored).contiguous(memory_format=layout), None if self.bias_dagger is None else b
 
     def rewhiten_(
         self,
@@ -152,10 +155,8 @@ class WhitenedLayer(nn.Module):
     @torch.no_grad()
     def _change_(self, change: Change, probe: Tensor | None, coordinates: Mapping[str, Tensor]) -> Change:
         """Move W† and b† by a change of coordinates and store the new U, c or R that belong to it."""
-        W = float64_copy(self.weight_dagger)
-        b = W.new_zeros(len(W)) if self.bias_dagger is None else float64_copy(self.bias_dagger)
         try:
-            W_new, b_new = change.velocity(W, b)
+            W_new, b_new = change.velocity(float64_copy(self.weight_dagger), float64_copy(self._bias_or_zero))
         except LinAlgError as reason:  # U' or R' is singular once it is rounded to the layer's dtype
             raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
         tensors = {"weight_dagger": W_new, **coordinates}
