@@ -270,7 +270,8 @@ class Recorder:
 def _note(owner: weakref.ref[Recorder], call: LossCall) -> None:
     recorder = owner()
     if recorder is not None and not is_own_pass():
-        recorder.note_loss(call)
+        with Uninterrupted():
+            recorder.note_loss(call)
 
 
 def _arrive(owner: weakref.ref[Recorder], tape: Tape, part: int | None, gradient: Tensor | None) -> None:

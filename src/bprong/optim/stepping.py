@@ -76,10 +76,7 @@ class SteppingOptimizer(Optimizer):
         On a fresh optimizer, gradients that are all zero create the states of the parameters, as distributed
         checkpoints ask for, and do not count as a step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with Uninterrupted():
             self._step()
         return loss
