@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
-from bprong.capture.replacements import Replacements
+from bprong.capture.losses import Replacements
+from bprong.capture.output import as_plain
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.targets import LossCall
 from bprong.linalg.moments import Sums, block_rows
-from bprong.parallel.slices import is_sliced
 
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
 FEWEST_ROWS = 128  # that are copied at once nevertheless
@@ -210,13 +210,6 @@ class Calls(list[Call]):
         self[:] = [call for call in self if call.edge is not None or not call.weight.is_trained]
 
 
-def as_plain(tensor: Tensor) -> Tensor:
-    """Return a tensor without what a user's subclass adds to its operations; nested and sharded tensors unchanged."""
-    if type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor):
-        return tensor
-    return tensor.as_subclass(Tensor)
-
-
 _ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids
 
 
@@ -273,18 +266,6 @@ def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any,
     for calls, matrix, details in uses:
         calls.add(matrix, input, a, **details)
     return a
-
-
-def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) -> list[Any]:
-    """Return the wanted operations that a value was computed by; the search ends after `farthest` operations."""
-    nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
-    matches = []
-    for node in nodes:  # which grows meanwhile
-        if wanted(node):
-            matches.append(node)
-        elif len(nodes) < farthest:
-            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-    return matches
 
 
 def _linear(matrix: WeightMatrix, first: int, input: Any, *_: Any, **__: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bprong.parallel.processes import Ranks
-from bprong.parallel.slices import is_sliced, local
+from bprong.parallel.slices import local
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
 
@@ -27,7 +27,7 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 def _slices(gradients: Mapping[Tensor, Tensor]) -> list[Tensor]:
     """The gradients as this process has them: whole, or slices of them."""
     values = list(gradients.values())
-    return [local(g) for g in values] if is_sliced(values[0]) else values
+    return values if type(values[0]) is Tensor else [local(g) for g in values]
 
 
 class GradientScale:

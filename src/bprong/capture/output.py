@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.capture.calls import as_plain, nodes_behind
 from bprong.likelihood.targets import LossCall
+from bprong.parallel.slices import is_sliced
 
 Key = str | int | Callable[[Any], Any]
 
@@ -132,3 +132,22 @@ def laid_out(parts: Sequence[Tensor], class_dim: int | None) -> Tensor:
     """Outputs as one, with classes in this dimension as (B, positions, classes); None: as they are."""
     output = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     return output if class_dim is None else output.movedim(class_dim, -1).flatten(1, -2)
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without what a user's subclass adds to its operations; nested and sharded tensors unchanged."""
+    if type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def nodes_behind(value: Tensor, wanted: Callable[[Any], bool], farthest: int) -> list[Any]:
+    """Return the wanted operations that a value was computed by; the search ends after `farthest` operations."""
+    nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
+    matches = []
+    for node in nodes:  # which grows meanwhile
+        if wanted(node):
+            matches.append(node)
+        elif len(nodes) < farthest:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return matches

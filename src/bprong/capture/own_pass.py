@@ -22,9 +22,8 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
 from bprong.capture.calls import Calls, recorded_calls
-from bprong.capture.losses import watched_losses
+from bprong.capture.losses import Replacements, watched_losses
 from bprong.capture.output import Head
-from bprong.capture.replacements import Replacements
 from bprong.capture.weights import WeightMatrix
 from bprong.contexts import own_pass
 

@@ -23,13 +23,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from bprong.capture.batches import Batch
-from bprong.capture.calls import Calls, nodes_behind, recorded_calls
+from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
 from bprong.capture.losses import Watch
 from bprong.capture.measure import gathered
 from bprong.capture.meter import Meter
-from bprong.capture.output import TO_THE_LOSS, Head, Output
+from bprong.capture.output import TO_THE_LOSS, Head, Output, nodes_behind
 from bprong.capture.reader import BatchReader
 from bprong.capture.tape import Tape, place_of
 from bprong.contexts import Uninterrupted, is_own_pass

@@ -28,7 +28,7 @@ def dot(a: Direction, b: Direction, weights: Mapping[Tensor, float] | None = Non
     """
     parameters = [p for p in b if p in a]
     pairs = [(a[p], b[p]) for p in parameters]
-    is_sharded = bool(pairs) and is_sliced(pairs[0][0])
+    is_sharded = bool(pairs) and type(pairs[0][0]) is not Tensor and is_sliced(pairs[0][0])
     if is_sharded:
         pairs = [(local(x), local(y)) for x, y in pairs]
     total = 0.0

@@ -97,8 +97,9 @@ class NaturalDirections:
             common_rates = layers.common_rates(rates)
             whitened = {p: d * -common_rates[p] for p, d in natural.items()}
         others = {p: g for p, g in gradients.values.items() if p not in whitened}
-        adam = self.fallback.directions(others, gradients.states, rates)
-        return {"whitened": whitened, "adam": adam} if adam else {"whitened": whitened}
+        if not others:
+            return {"whitened": whitened}
+        return {"whitened": whitened, "adam": self.fallback.directions(others, gradients.states, rates)}
 
 
 class Automatic(StepRule):
