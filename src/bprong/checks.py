@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
@@ -97,7 +97,12 @@ def _is_dtensor(parameter: Any) -> bool:
 
 
 def number(kind: str, value: float, minimum: float, below: float = math.inf) -> float:
-    """Return a finite number of at least `minimum` and less than `below`; raise ValueError for anything else."""
+    """Return a finite number of at least `minimum` and less than `below`; raise ValueError for anything else.
+
+    A tensor with one number, as torch's own optimizers take it, is a number.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
     if not (isinstance(value, numbers.Real) and minimum <= value < below):
         limit = "" if below == math.inf else f" and less than {below:g}"
         raise ValueError(f"{kind} must be a finite number of at least {minimum:g}{limit}, not {value!r}")

@@ -1,15 +1,21 @@
-"""Smaller faults: tiny gradients that count as zero, and prime widths that are whitened coordinate by coordinate."""
+"""Smaller faults: tiny and huge numbers, prime widths, habits of torch's optimizers, models that return their loss."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
+from bprong.sklearn import MLPRegressor
 from helpers import assert_close, classification, mlp, snapshot
 from training import EXACT
 
@@ -155,3 +161,113 @@ def test_a_checkpoint_of_a_prime_width_continues_bit_for_bit() -> None:
         step(other, resumed)
     assert torch.equal(model[0].weight, other[0].weight)
     assert "diagonal" not in str(optimizer.report())
+
+
+# Habits of torch's optimizers -----------------------------------------------------------------------------------------
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    steps = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        torch.manual_seed(0)
+        model = mlp(4, 3)
+        x, y = classification(20, 4, 3)
+        optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), lr=lr)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        steps.append(model[0].weight.detach().clone())
+    assert torch.equal(*steps)
+
+
+NEEDS_NO_BPRONG = """
+import sys, torch
+sys.modules["bprong"] = None  # importing it fails
+model = torch.load(sys.argv[1], weights_only=False)
+x = torch.ones(2, 4, dtype=torch.float64)
+assert model(x).shape == (2, 3)
+assert torch.compile(model, backend="eager")(x).shape == (2, 3)
+"""
+
+
+def test_a_saved_model_is_loaded_without_bprong(tmp_path: Path) -> None:
+    model = mlp(4, 3)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = bprong.BPRONG(model, criterion, lr=0.01)
+    x, y = classification(20, 4, 3)
+    criterion(model(x), y).backward()
+    optimizer.step()
+    torch.save(model, tmp_path / "model.pt")
+    subprocess.run([sys.executable, "-c", NEEDS_NO_BPRONG, str(tmp_path / "model.pt")], check=True)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    again = bprong.BPRONG(loaded, criterion, lr=0.01)
+    criterion(loaded(x), y).backward()
+    again.step()
+    assert again.report().steps == 1
+
+
+def test_an_input_of_the_wrong_width_raises_torchs_own_error() -> None:
+    model = mlp(4, 3)
+    x = torch.ones(2, 7, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as plain:
+        model(x)
+    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), lr=0.01)
+    with pytest.raises(RuntimeError, match=re.escape(str(plain.value))):
+        model(x)
+    del optimizer
+
+
+# Sizes of numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-20, 1e-25, 1e-30])
+def test_spectral_steps_on_tiny_inputs_have_their_usual_length(size: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.randn(32, 4), torch.randint(3, (32,))
+    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss(), lr=0.01, step="spectral")
+    for _ in range(5):
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        F.cross_entropy(model(size * x), y).backward()
+        optimizer.step()
+        length = float((model[0].weight.detach() - before).square().mean().sqrt())
+        assert length <= 0.2 * 0.01 * 1.01, length
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+def test_targets_of_any_size_are_fitted(scale: float) -> None:
+    X = np.random.default_rng(0).normal(size=(60, 3))
+    target = X @ np.array([1.0, -2.0, 0.5])
+    plain = MLPRegressor(hidden_layer_sizes=(), max_iter=20).fit(X, target).predict(X)
+    scaled = MLPRegressor(hidden_layer_sizes=(), max_iter=20).fit(X, scale * target).predict(X)
+    assert np.isfinite(scaled).all()
+    np.testing.assert_allclose(scaled / scale, plain, rtol=1e-5, atol=1e-5)
+
+
+# Models that return their loss ----------------------------------------------------------------------------------------
+
+
+class ReturnsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = mlp(4, 5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.network(x), y)
+
+
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_prong_trains_a_model_that_returns_its_loss_as_one_that_returns_logits(step: str) -> None:
+    x, y = classification(20, 4, 3)
+    ends = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = ReturnsLoss()
+        trained = model if inside else model.network
+        optimizer = bprong.PRONG(trained, lr=0.05, step=step)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(x, y) if inside else F.cross_entropy(model.network(x), y)).backward()
+            optimizer.step()
+        ends.append(model.network[0].weight.detach().clone())
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)

@@ -21,8 +21,15 @@ from training import whitened
 NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
 
-@pytest.mark.parametrize("damping", [pytest.param(0.1, marks=pytest.mark.rest), 1e-4])
-def test_a_thousand_refreshes_in_float32_on_rank_deficient_data_move_outputs_by_less_than_1e_4(damping):
+@pytest.mark.parametrize(
+    ("damping", "refreshes"),
+    [
+        pytest.param(0.1, 1000, marks=pytest.mark.rest),
+        pytest.param(1e-4, 1000, marks=pytest.mark.rest),
+        (1e-4, 150),
+    ],
+)
+def test_a_thousand_refreshes_in_float32_on_rank_deficient_data_move_outputs_by_less_than_1e_4(damping, refreshes):
     """Constant features, dead units, fewer examples than features; the batch, hence U, c and R, changes each time."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, generator=generator) @ torch.randn(6, 40, generator=generator)
@@ -36,7 +43,7 @@ def test_a_thousand_refreshes_in_float32_on_rank_deficient_data_move_outputs_by_
     rewhitening = bprong.Rewhitening(
         model, optimizer, "cross_entropy", forward_damping=damping, backward_damping=damping, **NOW
     )
-    for t in range(1000):
+    for t in range(refreshes):
         chosen = torch.randint(0, 400, (16,), generator=generator)
         assert len(rewhitening.step(x[chosen])) == 4, t
     moved = float((model(x).detach() - before).norm() / before.norm())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +50,13 @@ class Listener:
         weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model))
         self.listen(True)
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
-        return Listener, ()
+    def __reduce__(self) -> tuple[type[SimpleNamespace], tuple[()], dict[str, Any]]:
+        """In a pickled model its hooks are functions of Python that do nothing: whoever loads it needs no bprong."""
+        nothing = nullcontext().__exit__  # takes any arguments and returns None
+        return SimpleNamespace, (), {"before": nothing, "after": nothing, "after_loss": nothing}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
+        return Listener()
 
     def listen(self, wanted: bool) -> None:
         """Whether the calls from now on are reported. If not, a hook costs no more than the test of a flag."""
@@ -162,11 +169,13 @@ def _is_transformed() -> bool:
 
 
 def _remove_copies(module: nn.Module) -> None:
+    """Removes the hooks that a copied or loaded module has from the original."""
     for hooks, *flags in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
     ):
-        listeners = {key: getattr(hook, "__self__", None) for key, hook in hooks.items()}
-        for key in (key for key, one in listeners.items() if isinstance(one, Listener) and one.owner() is None):
-            for own in (hooks, *flags):
-                own.pop(key, None)  # type: ignore[attr-defined]
+        for key, hook in list(hooks.items()):
+            listener = getattr(hook, "__self__", None)
+            if isinstance(listener, nullcontext) or (isinstance(listener, Listener) and listener.owner() is None):
+                for entries in (hooks, *flags):
+                    entries.pop(key, None)  # type: ignore[attr-defined]

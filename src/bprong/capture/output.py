@@ -119,7 +119,7 @@ class Output:
 
     def gradients(self, root: Tensor, wanted: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
         """Propagates a gradient at the values back; None: it does not reach there. The graph remains usable."""
-        split = torch.split(root, [len(part) for part in self.parts])
+        split = (root,) if len(self.parts) == 1 else torch.split(root, [len(part) for part in self.parts])
         dim = -1 if self.class_dim is None else self.class_dim
         roots = [
             own.reshape(part.movedim(dim, -1).shape).movedim(-1, dim).to(part.dtype)

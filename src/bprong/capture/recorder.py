@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from bprong.capture.batches import Batch
 from bprong.capture.calls import Calls, recorded_calls
@@ -159,7 +159,9 @@ class Recorder:
             parts = [] if returned is None else self.head.find(returned, tape.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self.reader.no_output = str(reason)
-            return
+            # Without a declared loss the output itself is not needed, but a place where a backward pass arrives.
+            tensors = tree_leaves(returned) if self.loss.is_undeclared else []
+            parts = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad][:1]
         if parts and all(part.requires_grad for part in parts):
             self._wait(tape, parts, returned)
 

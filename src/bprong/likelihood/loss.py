@@ -77,6 +77,11 @@ class Loss:
         return {name: option for name, option in options.items() if option is not None}
 
     @property
+    def is_undeclared(self) -> bool:
+        """Whether no loss was declared, so that nothing is known of it."""
+        return isinstance(self.likelihood, Undeclared)
+
+    @property
     def sums(self) -> bool:
         """Whether the loss is a sum over targets."""
         return bool(self.options.get("reduction") == "sum")

@@ -21,6 +21,7 @@ from bprong.linalg.moments import diagonal, finite, outer
 
 RelativeTo = Literal["one", "mean", "variance"]
 RootSolver = Literal["eigh", "cholesky", "symmetric"]
+NEVER_VARIES = 1e-37  # a variance up to this: its inverse is not finite in float32
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Damping:
             return torch.ones_like(variances)
         if self.relative_to == "mean":
             variances = variances.mean().expand_as(variances)
-        return torch.where(variances > 0, variances, 1.0)
+        return torch.where(variances > NEVER_VARIES, variances, 1.0)
 
 
 def inverse(

@@ -84,6 +84,7 @@ class BPRONG(SteppingOptimizer):
 
     Classification. The model returns logits:
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> criterion = nn.CrossEntropyLoss()
     >>> optimizer = BPRONG(model, criterion)

@@ -27,13 +27,15 @@ class Scaling:
         >>> Scaling.of(np.array([[1.0, 5.0], [3.0, 5.0]]), np.array([0.5, 0.5]))
         Scaling(mean=array([2., 5.]), scale=array([1., 1.]))
         """
+        size: Any = 1.0  # of the largest deviation, whose square may be beyond what a number can be
         if sparse.issparse(X):
             mean, variance = mean_variance_axis(X.astype(np.float64), axis=0, weights=share)
         else:
             X = X.astype(np.float64)
             mean = share @ X
-            variance = share @ np.square(X - mean)
-        scale = np.sqrt(variance)
+            size = np.maximum(np.abs(X - mean).max(axis=0, initial=0.0), np.finfo(np.float64).tiny)
+            variance = share @ np.square((X - mean) / size)
+        scale = size * np.sqrt(variance)
         constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)  # up to rounding
         return cls(mean, np.where(constant, 1.0, scale))
 
