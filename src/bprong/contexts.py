@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+# Python's own wrappers make enumerations of all that they return, which takes longer than the rest of a context.
+import _signal as signal  # type: ignore[import-not-found]
 import threading
 import time
 from collections.abc import Iterator

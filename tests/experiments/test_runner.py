@@ -293,7 +293,7 @@ def test_a_run_of_all_methods_killed_at_five_moments_resumes_to_the_same_results
     killed_and_resumed(["--epochs", "20", "--seeds", "2"], ["2"] * 5, tmp_path)
 
 
-@pytest.mark.parametrize("jobs", quick_cases(["1", "2"], "2"))
+@pytest.mark.parametrize("jobs", quick_cases(["1", "2"], "1"))
 def test_an_interrupted_run_keeps_finished_epochs_and_exits_with_130(jobs, digits, tmp_path):
     """Ctrl-C reaches all processes of a terminal."""
     out = tmp_path / "run"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import bprong
 from bprong.contexts import Uninterrupted
-from helpers import assert_unchanged, classification, mlp, snapshot
+from helpers import assert_unchanged, classification, mlp, quick_cases, snapshot
 from training import whitened
 
 X, Y = classification(400, 5, 3)
@@ -107,7 +107,7 @@ def assert_goes_on(rule: dict[str, Any], interrupts: int, warm_up: int, steps: i
         assert_unchanged(snapshot(reference.model), snapshot(ours.model))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", quick_cases(list(RULES), "auto"))
 def test_training_goes_on_after_an_interrupt_at_a_random_moment(rule: str) -> None:
     """The path is that without the interrupted iteration, or that with its step, bit for bit."""
     assert_goes_on(RULES[rule], interrupts=4, warm_up=4, steps=4)

@@ -185,7 +185,6 @@ sys.modules["bprong"] = None  # importing it fails
 model = torch.load(sys.argv[1], weights_only=False)
 x = torch.ones(2, 4, dtype=torch.float64)
 assert model(x).shape == (2, 3)
-assert torch.compile(model, backend="eager")(x).shape == (2, 3)
 """
 
 

@@ -94,7 +94,12 @@ def test_activation_checkpointing(reentrant):
 @pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # of torch 2.6 at itself
 @pytest.mark.parametrize(
     ("given", "backend"),
-    [("compiled", default_backend()), ("compiled", "aot_eager"), ("inner", "aot_eager"), ("in place", "aot_eager")],
+    [
+        pytest.param("compiled", default_backend(), marks=pytest.mark.rest),
+        ("compiled", "aot_eager"),
+        ("inner", "aot_eager"),
+        ("in place", "aot_eager"),
+    ],
 )
 def test_torch_compile(given, backend):
     """The optimizer is given the compiled model, the model inside it, or one that is compiled in place."""

@@ -40,7 +40,8 @@ class GradientScale:
 
     def __init__(self) -> None:
         self.is_comparable: bool | None = None
-        self._norms: dict[Tensor, Tensor] = {}
+        self._parameters: list[Tensor] = []
+        self._norms: Tensor | None = None  # of the gradients of these parameters
         self._task = -1  # the backward pass at whose end norms are noted
 
     def __reduce__(self) -> tuple[type[GradientScale], tuple[()]]:
@@ -63,13 +64,12 @@ class GradientScale:
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Notes the norms of the gradients as they are now."""
         gradients = {p: p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse}
-        self._norms = {}
-        if gradients:
-            self._norms = dict(zip(gradients, _norms(_slices(gradients)), strict=True))
+        self._parameters = list(gradients)
+        self._norms = _norms(_slices(gradients)) if gradients else None
 
     def size(self) -> float:
         """The sum of the norms that were noted."""
-        return sum(float(norm) for norm in self._norms.values())
+        return 0.0 if self._norms is None else float(self._norms.sum())
 
     def factor(self, gradients: Mapping[Tensor, Tensor], ranks: Ranks | None = None) -> float | None:
         """The factor since the last backward pass; None if gradients differ in it, 1 if none was noted.
@@ -83,22 +83,24 @@ class GradientScale:
         if not gradients:
             return 0.0, 1.0
         values = _slices(gradients)
-        now = _norms(values)
-        places = [i for i, p in enumerate(gradients) if p in self._norms]
-        before = [self._norms[p] for p in gradients if p in self._norms]
-        self._norms = {}
-        numbers = [now.sum(), now.new_zeros(()), now.new_zeros(())]
-        if before and self.is_comparable is not False:
-            ratios = (now if len(places) == len(now) else now[places]) / torch.stack(before)
-            valid = (ratios > 0) & ratios.isfinite()
-            numbers[1:] = [ratios.where(valid, math.inf).amin(), ratios.where(valid, 0.0).amax()]
-        size, lowest, highest = torch.stack(numbers).tolist()
+        norms = _norms(values)
+        before = norms[:0] if self._norms is None else self._norms.to(norms)
+        numbers = torch.cat([norms, before]).tolist()
+        size = sum(numbers[: len(norms)])
+        noted = dict(zip(self._parameters, numbers[len(norms) :], strict=True))
+        self._parameters = []
+        self._norms = None
+        ratios = []
+        for p, now in zip(gradients, numbers, strict=False):
+            if 0 < noted.get(p, 0.0) < math.inf and 0 < now < math.inf and self.is_comparable is not False:
+                ratios.append(now / noted[p])
+        lowest = min(ratios, default=math.inf)
+        highest = max(ratios, default=0.0)
         if ranks is not None:
             table = ranks.table(2, lambda: [lowest, highest])
-            present = table[table[:, 1] > 0]
-            lowest = float(present[:, 0].min()) if len(present) else 0.0
-            highest = float(present[:, 1].max()) if len(present) else 0.0
-        tolerance = max(4 * torch.finfo(g.dtype).eps for g in values)
+            lowest = float(table[:, 0].min())
+            highest = float(table[:, 1].max())
+        tolerance = max(4 * torch.finfo(dtype).eps for dtype in {g.dtype for g in values})
         if highest > (1 + max(ROUNDING, tolerance)) * lowest:
             return size, None
         return size, highest or 1.0

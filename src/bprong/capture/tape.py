@@ -93,7 +93,8 @@ class Tape:
     def count_losses(self, task: int, afresh: bool) -> None:
         """Counts the gradients that a backward pass brought to the losses; afresh: only these."""
         for call in self.losses:
-            if afresh and call.arrived != (task, None):  # not counted yet, for another call of the model
+            number, gradient = call.arrived
+            if afresh and not (number == task and gradient is None):  # not counted yet, for another call of the model
                 call.gradient = None
             call.count(task)
 

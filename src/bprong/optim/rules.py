@@ -30,7 +30,7 @@ from bprong.whitening.side import Side, SideName
 Group = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gradients:
     """The gradients of one step, and what the optimizer knows about their parameters.
 

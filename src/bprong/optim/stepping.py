@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,10 +107,12 @@ class SteppingOptimizer(Optimizer):
                 checks = self._rule.checks and not self._sharded
                 if not (checks or self._accepts(gradients)):
                     return False
-                self._rule.step_(replace(gradients, checked=False) if checks else gradients, self._whitening.layers)
+                gradients.checked = not checks
+                self._rule.step_(gradients, self._whitening.layers)
             except NotFiniteError:
                 if not self._accepts(gradients):
                     return False
+                gradients.checked = True
                 self._rule.step_(gradients, self._whitening.layers)
         self._refusal.count = 0
         self._whitening.seconds["step"] += time.perf_counter() - start
@@ -122,8 +123,7 @@ class SteppingOptimizer(Optimizer):
         self._recorder.stop_watching()
         size = None
         if self._rule.reads_every_batch and self._ranks.size == 1 and gradients.values:
-            size, factor = self._recorder.scale.compare(gradients.values)
-            gradients = replace(gradients, factor=factor)
+            size, gradients.factor = self._recorder.scale.compare(gradients.values)
         if not self._accepts(gradients, size):
             if gradients.t == 0:
                 self._rule.prepare(gradients, self._whitening.layers)
@@ -132,7 +132,7 @@ class SteppingOptimizer(Optimizer):
             self._forget()
             return
         self._ranks.check()
-        gradients = self._with_batches(gradients)
+        self._take_batches(gradients)
         if self._rule.undo_if_blown_up_(gradients) or (self._rule.reads_every_batch and not gradients.any_batch):
             self._forget()
             return
@@ -186,19 +186,18 @@ class SteppingOptimizer(Optimizer):
         schedule = self._whitening.schedule
         return Gradients(values, groups, self.state, schedule.t, schedule.base_seed, self._whitening.due, self._sharded)
 
-    def _with_batches(self, gradients: Gradients) -> Gradients:
-        """The gradients with the batches behind them, and whether any process has one."""
+    def _take_batches(self, gradients: Gradients) -> None:
+        """Gives the gradients the batches behind them, and whether any process has one."""
         if self._ranks.size == 1:
-            batches = self._batches()
-            gradients = replace(gradients, batches=batches, any_batch=bool(batches))
+            gradients.batches = self._batches()
+            gradients.any_batch = bool(gradients.batches)
         else:
-            gradients = self._with_batches_of_all(gradients)
+            self._take_batches_of_all(gradients)
         if any(batch.targets is None or batch.targets.total is None for batch in gradients.batches):
             # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
-            gradients = replace(gradients, factor=1.0)
-        return gradients
+            gradients.factor = 1.0
 
-    def _with_batches_of_all(self, gradients: Gradients) -> Gradients:
+    def _take_batches_of_all(self, gradients: Gradients) -> None:
         """The same in several processes, of which one alone may find an error."""
         scale = self._recorder.scale
         if self._rule.reads_every_batch:
@@ -206,16 +205,15 @@ class SteppingOptimizer(Optimizer):
                 # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
                 sizes = self._ranks.table(1, lambda: [scale.size()])
                 scale.is_comparable = torch.allclose(sizes, sizes[:1], rtol=ALIKE)
-            factor = scale.factor(gradients.values, self._ranks if self._sharded else None)
-            gradients = replace(gradients, factor=factor)
+            gradients.factor = scale.factor(gradients.values, self._ranks if self._sharded else None)
         batches: list[Batch] = []
 
         def count_batches() -> list[float]:
             batches.extend(self._batches())
             return [float(bool(batches))]
 
-        any_batch = self._ranks.sums(1, count_batches)[0] > 0
-        return replace(gradients, batches=batches, any_batch=any_batch)
+        gradients.any_batch = self._ranks.sums(1, count_batches)[0] > 0
+        gradients.batches = batches
 
     def _batches(self) -> list[Batch]:
         """The batches of this process since the last step."""
