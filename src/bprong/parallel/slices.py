@@ -51,7 +51,7 @@ class Sharding:
     owners:     the rank of each layer, by name
     parameters: the rank that has the layers of each parameter
 
-    Slices are exchanged parameter by parameter, so that no rank has more whole tensors than it owns.
+    Slices are exchanged in one message for each owner and dtype, so that no rank has more whole tensors than it owns.
     """
 
     ranks: Ranks
@@ -65,14 +65,20 @@ class Sharding:
     def collected(self, values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
         """Return the values of the parameters that this rank owns, whole."""
         owned = {}
-        for p, value in values.items():
-            dim = value.placements[0].dim
-            part = local(value)
-            padded = self._empty_slice(value)
-            padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-            parts = self.ranks.collected(padded, self.parameters[p])
-            if parts:
-                owned[p] = torch.cat(parts, dim=dim).narrow(dim, 0, value.shape[dim])
+        for owner, parameters in self._by_owner(values):
+            padded = []
+            for p in parameters:
+                dim = values[p].placements[0].dim
+                room = self._empty_slice(values[p])
+                part = local(values[p])
+                room.narrow(dim, 0, part.shape[dim]).copy_(part)
+                padded.append(room)
+            vectors = self.ranks.collected(_joined(padded), owner)
+            by_rank = [_split(vector, padded) for vector in vectors]
+            for i, p in enumerate(parameters if vectors else ()):
+                dim = values[p].placements[0].dim
+                whole_value = torch.cat([slices[i] for slices in by_rank], dim=dim)
+                owned[p] = whole_value.narrow(dim, 0, values[p].shape[dim])
         return owned
 
     def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
@@ -80,20 +86,30 @@ class Sharding:
 
         owned: for the parameters that this rank owns, whole, in at least float32
         """
-        slices = {}
+        slices: dict[Tensor, Tensor] = {}
+        for owner, parameters in self._by_owner(values):
+            rooms = []
+            for p in parameters:
+                rooms.append(self._empty_slice(values[p]).to(torch.promote_types(values[p].dtype, torch.float32)))
+            chunks = []  # of each tensor that this rank owns, one for each rank
+            for p, room in zip(parameters if owner == self.ranks.rank else (), rooms, strict=False):
+                dim = values[p].placements[0].dim
+                padded = torch.cat([room] * self.ranks.size, dim=dim)
+                padded.narrow(dim, 0, values[p].shape[dim]).copy_(owned[p])
+                chunks.append(padded.chunk(self.ranks.size, dim))
+            vectors = [_joined(parts) for parts in zip(*chunks, strict=True)]
+            received = self.ranks.distributed(vectors, owner, _joined(rooms))
+            for p, part in zip(parameters, _split(received, rooms), strict=True):
+                slices[p] = _sliced_like(values[p], part)
+        return {p: slices[p] for p in values}
+
+    def _by_owner(self, values: Mapping[Tensor, Any]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield each owner with its parameters of one dtype."""
+        groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for p, value in values.items():
-            dim = value.placements[0].dim
-            like = self._empty_slice(value).to(torch.promote_types(value.dtype, torch.float32))
-            parts: Sequence[Tensor] = ()
-            if p in owned:
-                padded = torch.cat([like] * self.ranks.size, dim=dim)
-                padded.narrow(dim, 0, value.shape[dim]).copy_(owned[p])
-                parts = padded.chunk(self.ranks.size, dim)
-            part = self.ranks.distributed(parts, self.parameters[p], like).narrow(dim, 0, local(value).shape[dim])
-            slices[p] = type(value).from_local(
-                part, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
-        return slices
+            groups.setdefault((self.parameters[p], value.dtype), []).append(p)
+        for (owner, _), parameters in groups.items():
+            yield owner, parameters
 
     def _empty_slice(self, value: Any) -> Tensor:
         """Return room for a slice that is as long as the longest: the last ones may be shorter, or empty."""
@@ -101,6 +117,31 @@ class Sharding:
         dim = value.placements[0].dim
         shape[dim] = -(-shape[dim] // self.ranks.size)
         return local(value).new_empty(shape)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of some tensors in one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that were joined in a vector; like: their shapes."""
+    parts = torch.split(vector, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _sliced_like(value: Any, part: Tensor) -> Tensor:
+    """Return a tensor of which this rank has a slice, cut as another one; part: it may be padded."""
+    dim = value.placements[0].dim
+    sliced: Tensor = type(value).from_local(
+        part.narrow(dim, 0, local(value).shape[dim]),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+    return sliced
 
 
 # Models of FSDP2 ------------------------------------------------------------------------------------------------------
