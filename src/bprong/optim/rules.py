@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -109,6 +109,36 @@ class Setup:
         if isinstance(self.max_step, str):
             raise ValueError(f'max_step must be a number above 0, "auto" or None, not {self.max_step!r}')
         return positive("max_step", self.max_step)
+
+
+class Directions(ABC):
+    """Where an automatic step may go.
+
+    name:               in checkpoints; empty: the paper's
+    keeps_last_update:  whether the last update Δ₀ is one more direction
+    momentum, early_steps, early_parts
+                        see `StepRule`
+    """
+
+    name: ClassVar[str] = ""
+    keeps_last_update: ClassVar[bool] = True
+    momentum: ClassVar[float] = 0.0
+    early_steps: ClassVar[tuple[int, ...]] = ()
+    early_parts: ClassVar[tuple[int, ...]] = EARLY_PARTS
+
+    @abstractmethod
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError if the numbers of a parameter group do not fit."""
+
+    @abstractmethod
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:
+        """Creates the states of the parameters."""
+
+    @abstractmethod
+    def by_kind(
+        self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
+    ) -> dict[str, dict[Tensor, Tensor]]:
+        """The directions, of which "whitened" is always there; rates: relative to the largest lr of all groups."""
 
 
 class StepRule(ABC):

@@ -24,7 +24,7 @@ from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.directions import norm
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.options import Power
-from bprong.optim.rules import Gradients, Group, Setup, StepRule
+from bprong.optim.rules import Directions, Gradients, Group, Setup, StepRule
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.layers import Layers
 from bprong.whitening.side import SIDES, Side, SideName
@@ -37,7 +37,7 @@ RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that lea
 
 
 @dataclass(frozen=True)
-class SpectralDirection:
+class SpectralDirection(Directions):
     """What a spectral step adds to each parameter.
 
     fallback: the rule of biases and of all parameters that are not whitened
@@ -47,7 +47,6 @@ class SpectralDirection:
 
     name: ClassVar[str] = "spectral"
     momentum: ClassVar[float] = MOMENTUM
-    early_steps: ClassVar[tuple[int, ...]] = ()
     early_parts: ClassVar[tuple[int, ...]] = EARLY_PARTS
     keeps_last_update: ClassVar[bool] = False  # an average of gradients takes its place
 

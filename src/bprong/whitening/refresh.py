@@ -234,14 +234,6 @@ class Whitening:
             if not self.covered.issuperset(other.parameters):
                 self.demote(other.name, quiet)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that shapes the path: tensors and plain values only."""
-        return {
-            "schedule": self.schedule.state_dict(),
-            "demoted": list(self.demoted),
-            "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
-        }
-
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if a state does not belong to the layers of this model."""
         if not {"schedule", "demoted", "layers"} <= set(state):

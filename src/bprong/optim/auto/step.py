@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,57 +19,24 @@ from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
 from bprong.optim.directions import Direction, dot, norm
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import Gradients, Group, Setup, StepRule
+from bprong.optim.rules import Directions, Gradients, Group, Setup, StepRule
 from bprong.optim.spectral import DAMPING, SpectralDirection
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
-from bprong.whitening.schedule import EARLY_PARTS, evaluation_period
+from bprong.whitening.schedule import evaluation_period
 from bprong.whitening.side import Side, SideName
 
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
 LAST_LR = "last_lr"  # and of the lr it was made at
 
 
-class Directions(Protocol):
-    """Where a step may go.
-
-    name:  in checkpoints; empty: the paper's
-    keeps_last_update: whether the last update Δ₀ is one more direction
-    For the others see `StepRule`.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def early_steps(self) -> tuple[int, ...]: ...
-    @property
-    def early_parts(self) -> tuple[int, ...]: ...
-    @property
-    def keeps_last_update(self) -> bool: ...
-
-    def check_group(self, group: Group) -> None: ...
-
-    def prepare(self, gradients: Gradients, layers: Layers) -> None: ...
-
-    def by_kind(
-        self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
-    ) -> dict[str, dict[Tensor, Tensor]]:
-        """The directions, of which "whitened" is always there; rates: relative to the largest lr of all groups."""
-
-
 @dataclass(frozen=True)
-class NaturalDirections:
+class NaturalDirections(Directions):
     """Δ, the natural gradient with its sign reversed, and Adam's direction for parameters that no whitener covers."""
 
-    name: ClassVar[str] = ""
-    momentum: ClassVar[float] = 0.0
     early_steps: ClassVar[tuple[int, ...]] = SETTINGS.early_refreshes
-    early_parts: ClassVar[tuple[int, ...]] = EARLY_PARTS
-    keeps_last_update: ClassVar[bool] = True
 
     fallback: Fallback
 
