@@ -106,14 +106,36 @@ def test_a_plain_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
 def test_an_automatic_step_that_evaluates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 24 modules, 300 calls and three reads."""
+    """At most 19 modules, 250 calls and three reads."""
     steps = Steps(every=1000)
     rule = steps.optimizer._rule.rule
     for t in range(200):
         if t > 100 and not rule.evaluates(t) and not rule.evaluates(t + 1) and not steps.optimizer._rule.pending:
             break
         steps.make()
-    assert_walk(steps, monkeypatch, modules=24, calls=300, reads=3)
+    assert_walk(steps, monkeypatch, modules=19, calls=250, reads=3)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
+def test_a_step_with_an_evaluation() -> None:
+    """At most 29 modules and 1,100 calls."""
+    steps = Steps(every=1000)
+    for _ in range(3):
+        steps.make()
+    visited = calls_of(steps.make)
+    assert len(visited) <= 29, visited
+    assert visited.total() <= 1100, visited
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
+def test_a_step_with_a_refresh() -> None:
+    """At most 36 modules and 1,200 calls."""
+    steps = Steps(lr=0.01, every=1)
+    for _ in range(3):
+        steps.make()
+    visited = calls_of(steps.make)
+    assert len(visited) <= 36, visited
+    assert visited.total() <= 1200, visited
 
 
 def test_a_longer_walk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
