@@ -86,6 +86,8 @@ def test_a_rule_that_undoes_its_last_update_ends_the_step():
     class Undoing(PlainDescent):
         blown_up = False
 
+        undoes = True
+
         def undo_if_blown_up_(self, gradients):
             return self.blown_up
 

@@ -54,7 +54,7 @@ class Report:
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
         rows = [[_cell(row.get(key)) for key in used] for row in self.layers]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
-        shown = " ".join(used)
+        shown = {key.partition("_")[2] for key in used}
         lines += [f"{heading}: {explanation}" for key, (heading, explanation) in COLUMNS.items() if key in shown]
         if "step_norm" in used:
             lines.append("step: length of the weight's step at the last refresh")

@@ -1,7 +1,7 @@
 """The protocol of step rules: what turns gradients into a step.
 
 A rule is given the gradients of a step and the layers with their factors. It never measures statistics, and nothing
-that does knows which rule there is. A new rule is one file with a subclass of `StepRule`.
+that does knows which rule there is. A new rule is one file with a subclass of `StepRule`, which `BPRONG` makes.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class StepRule(ABC):
     early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
     early_parts:        parts of the first period after which they are measured too, of which a half is 2
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
+    undoes:             whether it may undo an update
     checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
     """
 
@@ -155,6 +156,7 @@ class StepRule(ABC):
     early_steps: tuple[int, ...] = ()
     early_parts: tuple[int, ...] = EARLY_PARTS
     reads_every_batch: bool = False
+    undoes: bool = False
     checks: bool = False
 
     @property

@@ -99,8 +99,7 @@ class SteppingOptimizer(Optimizer):
     def _plain_step(self, gradients: Gradients) -> bool:
         """A step for which nothing is measured; False: it was refused."""
         start = time.perf_counter()
-        undoes = type(self._rule).undo_if_blown_up_ is not StepRule.undo_if_blown_up_
-        if not gradients.values or (undoes and self._rule.undo_if_blown_up_(gradients)):
+        if not gradients.values or (self._rule.undoes and self._rule.undo_if_blown_up_(gradients)):
             return False
         with without_autocast(next(iter(gradients.values)).device.type):
             try:

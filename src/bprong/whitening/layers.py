@@ -9,6 +9,7 @@ groups: their factors are slices of one tensor (n, d, d). A layer that shares it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -154,14 +155,19 @@ class Stack:
             return {layer: precondition(self.left, self.right, self.c, g_W, g_b)}
         weights, biases = zip(*(layer.gradients(gradients) for layer in self.layers), strict=True)
         if None in weights or (None in biases and any(g is not None for g in biases)):  # they differ in what they have
-            singles: dict[Layer, WeightAndBias] = {}
-            for layer in self.layers:
-                singles |= Stack([layer]).precondition(gradients)
-            return singles
+            preconditioned: dict[Layer, WeightAndBias] = {}
+            for single in self._singles:
+                preconditioned |= single.precondition(gradients)
+            return preconditioned
         self._follow_dtype(weights[0])
         d_W, d_b = precondition(self.left, self.right, self.c, _stacked(weights), _stacked(biases))
         steps_of_biases = [None] * len(self.layers) if d_b is None else d_b
         return dict(zip(self.layers, zip(cast(Tensor, d_W), steps_of_biases, strict=True), strict=True))
+
+    @cached_property
+    def _singles(self) -> list[Stack]:
+        """Each layer as a stack of its own."""
+        return [Stack([layer]) for layer in self.layers]
 
     def _follow_dtype(self, gradient: Tensor | None) -> None:
         """Converts the factors if the gradient has another precision than they, because the model was converted."""
@@ -169,6 +175,7 @@ class Stack:
             return
         for layer in self.layers:
             layer.convert(gradient.dtype)
+        vars(self).pop("_singles", None)
         self.__init__(self.layers)  # type: ignore[misc]
 
 

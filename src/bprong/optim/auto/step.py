@@ -78,6 +78,7 @@ class Automatic(StepRule):
     """
 
     reads_every_batch = True
+    undoes = True
 
     def __init__(
         self,
