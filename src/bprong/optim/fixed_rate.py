@@ -13,25 +13,22 @@ from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import Gradients, Group, NotFiniteError, Setup, StepRule
+from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup
 from bprong.parallel.slices import local, summed
-from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
-from bprong.whitening.side import Side, SideName
+from bprong.whitening.side import SideName
 
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
 FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters
 MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 
 
-class FixedRate(StepRule):
+class FixedRate(RuleWithDamping):
     """p ← p − η v with momentum v, as torch's SGD, of the preconditioned gradients.
 
     v is a velocity in ordinary coordinates, which a new whitener leaves as it is.
 
-    damping:   of both sides
     max_step:  a bound on the length of each step in the Fisher metric, momentum included; None: no bound
-    few:       whether to damp more where few observations are behind the statistics
     """
 
     def __init__(
@@ -41,8 +38,7 @@ class FixedRate(StepRule):
         fallback: Fallback,
         few: bool = False,
     ) -> None:
-        self._damping = damping
-        self._few = few
+        super().__init__(damping, few)
         self._max_step = max_step
         self._fallback = fallback
         self._momentum = 0.0  # the largest that was given, before a scheduler changed it
@@ -58,10 +54,6 @@ class FixedRate(StepRule):
 
     def check_group(self, group: Group) -> None:
         self._momentum = max(self._momentum, float(group["momentum"]))
-
-    def damping(self, layer: Layer, side: Side) -> Damping:
-        damping = self._damping[side.name]
-        return side.damping_for_few(damping) if self._few else damping
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         covered = layers.parameters

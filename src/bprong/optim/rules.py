@@ -206,3 +206,19 @@ class StepRule(ABC):
     def report(self) -> dict[str, float | None]:
         """Numbers for the optimizer's report."""
         return {}
+
+
+class RuleWithDamping(StepRule):
+    """A rule whose damping is given.
+
+    damping:  of both sides
+    few:      whether to damp more where few observations are behind the statistics
+    """
+
+    def __init__(self, damping: Mapping[SideName, Damping], few: bool) -> None:
+        self._damping = damping
+        self._few = few
+
+    def damping(self, layer: Layer, side: Side) -> Damping:
+        damping = self._damping[side.name]
+        return side.damping_for_few(damping) if self._few else damping

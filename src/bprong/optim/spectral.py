@@ -24,10 +24,10 @@ from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.directions import norm
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.options import Power
-from bprong.optim.rules import Directions, Gradients, Group, Setup, StepRule
+from bprong.optim.rules import Directions, Gradients, Group, RuleWithDamping, Setup
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.layers import Layers
-from bprong.whitening.side import SIDES, Side, SideName
+from bprong.whitening.side import SIDES, SideName
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
 EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so that they need fewer refreshes at first
@@ -132,15 +132,14 @@ class SpectralDirection(Directions):
         return Metric(*[None if factor is None else factor.root for factor in factors])
 
 
-class Spectral(StepRule):
+class Spectral(RuleWithDamping):
     """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
 
     momentum = MOMENTUM
     early_parts = EARLY_PARTS
 
     def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirection, few: bool = False) -> None:
-        self._damping = damping
-        self._few = few
+        super().__init__(damping, few)
         self.direction = direction
 
     @classmethod
@@ -151,10 +150,6 @@ class Spectral(StepRule):
 
     def check_group(self, group: Group) -> None:
         self.direction.check_group(group)
-
-    def damping(self, layer: Layer, side: Side) -> Damping:
-        damping = self._damping[side.name]
-        return side.damping_for_few(damping) if self._few else damping
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         self.direction.prepare(gradients, layers)
