@@ -56,7 +56,7 @@ def test_the_predicted_memory_is_the_memory_used(name, method):
         F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
         held = {
-            "whitening": [layer.state_dict() for layer in optimizer._whitening.layers.values()],
+            "whitening": {name: layer.state_dict() for name, layer in optimizer._whitening.layers.items()},
             "rule": dict(optimizer.state),
         }
         tensors = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(held)}
