@@ -47,7 +47,7 @@ class Listener:
             handles.append(loss.register_forward_hook(self.after_loss))
         for handle in handles:
             weakref.finalize(owner, handle.remove)
-        weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model))
+        weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model), self)
         self.listen(True)
 
     def __reduce__(self) -> tuple[type[SimpleNamespace], tuple[()], dict[str, Any]]:
@@ -67,7 +67,7 @@ class Listener:
         if wanted:
             Guard.put_on(owner.model, self)
         else:
-            Guard.take_off(weakref.ref(owner.model))
+            Guard.take_off(weakref.ref(owner.model), self)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -131,31 +131,40 @@ class Guard:
 
     torch calls `Listener.after` when the model returns or raises an Exception; KeyboardInterrupt is none. The guard
     stands where torch keeps the call of a module that is compiled in place, which copies and pickles leave out.
+
+    listeners: those of the model's optimizers that are listening
     """
 
-    def __init__(self, listener: Listener, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.compiled = module._compiled_call_impl
-        self._listener = listener
+        self.listeners: list[Listener] = []
         self._module = weakref.ref(module)  # not a cycle, so that an unused model is freed at once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        depth = self._listener.depth
+        depths = [(listener, listener.depth) for listener in self.listeners]
         try:
             return (self.compiled or self._module()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
         except BaseException:
-            self._listener.abandon(depth)
+            for listener, depth in depths:
+                listener.abandon(depth)
             raise
 
     @classmethod
     def put_on(cls, module: nn.Module, listener: Listener) -> None:
-        cls.take_off(weakref.ref(module))
-        module._compiled_call_impl = cls(listener, module)
+        guard = module._compiled_call_impl
+        if not isinstance(guard, Guard):
+            guard = cls(module)
+            module._compiled_call_impl = guard
+        guard.listeners.append(listener)
 
     @classmethod
-    def take_off(cls, module: weakref.ref[nn.Module]) -> None:
+    def take_off(cls, module: weakref.ref[nn.Module], listener: Listener) -> None:
         guarded = module()
-        if guarded is not None and isinstance(guarded._compiled_call_impl, Guard):
-            guarded._compiled_call_impl = guarded._compiled_call_impl.compiled
+        guard = None if guarded is None else guarded._compiled_call_impl
+        if guarded is not None and isinstance(guard, Guard):
+            guard.listeners = [other for other in guard.listeners if other is not listener]
+            if not guard.listeners:
+                guarded._compiled_call_impl = guard.compiled
 
 
 def _is_exporting() -> bool:

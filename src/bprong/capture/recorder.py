@@ -74,6 +74,7 @@ class Recorder:
         self.reached: list[Tape] = []
         self.scale = GradientScale()
         self.last_loss: LossCall | None = None
+        self._waits = False  # whether a call since the last step waits for its loss and its backward pass
         self.reader = BatchReader(model, loss, head, reads)
         self._leaves = leaves(model) if is_sharded(model) else []
         self.reader.loss_is_inside = not self._leaves
@@ -98,6 +99,7 @@ class Recorder:
     def forget(self) -> None:
         """Forget all batches: they were used, or the step was refused."""
         self._watch.stop()
+        self._waits = False
         self.last_loss = None
         self.reader.observed.clear()
         for tape in self.reached:
@@ -148,7 +150,7 @@ class Recorder:
     def finish(self, tape: Tape, returned: Any) -> None:
         """When the call has returned, or raised an error (None): wait for a backward pass."""
         tape.recording.close()
-        if returned is None:
+        if returned is None and not self._waits:
             self.stop_watching()
         if tape.originals is not tape.arguments:
             self._changes_input = tape.is_changed
@@ -167,6 +169,7 @@ class Recorder:
 
     def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
         """Waits for a backward pass at the parts of the output, or at the tensors that they are made of."""
+        self._waits = True
         tensors, structure = tree_flatten(returned)
         is_function = callable(self.head.key)
         if tape.losses:
@@ -194,16 +197,10 @@ class Recorder:
             tape.arguments = None
             tape.originals = None
         for i, part in enumerate(parts):
-            self._await(tape, i, part)
+            _await(self, tape, i, part)
         if calls is not None and calls.opaque:  # the loss of a compiled model may be one of its tensors
             for leaf in tensors:
-                self._await(tape, None, leaf)
-
-    def _await(self, tape: Tape, i: int | None, part: Any) -> None:
-        """Waits for a backward pass at a part of the output; hooks would gather on a parameter that is returned."""
-        if isinstance(part, Tensor) and part.grad_fn is not None:
-            hook = partial(_arrive, weakref.ref(self), tape, i)  # which would keep itself alive if it had the tensor
-            part.register_hook(hook)  # type: ignore[no-untyped-call]
+                _await(self, tape, None, leaf)
 
     def note_loss(self, call: LossCall) -> None:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
@@ -267,6 +264,13 @@ class Recorder:
             counting = [tape for tape in finished if tape.measured and tape.batch(self.loss, self.head).counts]
             for one, following in pairwise(counting):
                 one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
+
+
+def _await(recorder: Recorder, tape: Tape, i: int | None, part: Any) -> None:
+    """Waits for a backward pass at a part of the output; hooks would gather on a parameter that is returned."""
+    if isinstance(part, Tensor) and part.grad_fn is not None:
+        hook = partial(_arrive, weakref.ref(recorder), tape, i)  # which would keep itself alive if it had the tensor
+        part.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _note(owner: weakref.ref[Recorder], call: LossCall) -> None:

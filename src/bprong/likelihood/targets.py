@@ -146,16 +146,16 @@ def targets_of(
     losses = [loss_of_call(likelihood, call.function, _options(call, output)) for call in calls]
     ratios, values = _read(calls, losses)
     terms = []
-    mask: Tensor | None = None
+    masks: list[Tensor | None] = []
     total = 0.0
     for loss, call, ratio, value in zip(losses, calls, ratios, values, strict=True):
         y = _laid_out(likelihood, call, output)
         if y is None:  # a further term
             continue
-        term_mask = _mask(loss, y, call.gradient if call.options["reduction"] == "none" else None)
-        mask = term_mask if mask is None or term_mask is None else mask | term_mask
+        masks.append(_mask(loss, y, call.gradient if call.options["reduction"] == "none" else None))
         terms.append(Term(loss, y, ratio))
         total += value
+    mask = _union(masks)
     if not terms:
         rows = _rows_of_calls(likelihood, calls, output, gradient)
         if rows is None:
@@ -187,6 +187,16 @@ def _mask(loss: Loss, y: Tensor, weights: Tensor | None) -> Tensor | None:
 def _target(likelihood: Likelihood, call: LossCall) -> Tensor:
     """The targets of a call, with classes in the last dimension."""
     return likelihood.classes_last(call.target) if call.target.is_floating_point() else call.target
+
+
+def _union(masks: Sequence[Tensor | None]) -> Tensor | None:
+    """Return which targets any of the masks counts; None, which counts all, is among them or is the only one."""
+    union: Tensor | None = None
+    for mask in masks:
+        if mask is None:
+            return None
+        union = mask if union is None else union | mask
+    return union
 
 
 def _options(call: LossCall, output: Tensor) -> Mapping[str, Any]:

@@ -227,7 +227,9 @@ def _precision(rows: Tensor) -> torch.dtype:
     size = rows.shape[-1]
     if rows.dtype is torch.float64 or rows.numel() <= FLOAT64_UP_TO or size == 1:
         return torch.float64
-    some = rows[:: math.ceil(len(rows) / COMBINED)].to(torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(len(rows), generator=generator, device="cpu")[:COMBINED]  # a stride could meet a period
+    some = rows[chosen.to(rows.device)].to(torch.float64)
     combined = random_directions(len(some), COMBINATIONS, some).T @ some.flatten(1)
     combined = combined.view(COMBINATIONS, -1, size).transpose(0, 1)  # (blocks, combinations, d)
     gram = combined @ combined.mT

@@ -15,7 +15,7 @@ from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup
 from bprong.parallel.slices import local, summed
-from bprong.whitening.layers import Layers
+from bprong.whitening.layers import BiasTerm, Layers
 from bprong.whitening.side import SideName
 
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
@@ -67,13 +67,14 @@ class FixedRate(RuleWithDamping):
         groups = gradients.groups
         rates = {p: float(group["lr"]) for p, group in groups.items()}
         differ = len(set(rates.values())) > 1
-        natural = layers.natural_gradients(gradients.values, rates if differ else None)
-        common_rates = layers.common_rates(rates) if differ else rates
-        scale = self._scale(natural, common_rates, gradients)
-        velocities = _make_(natural, common_rates, scale, gradients)
+        biases: list[BiasTerm] = []
+        natural = layers.natural_gradients(gradients.values, rates if differ else None, biases)
+        units = layers.units(rates) if differ else rates
+        scale = self._scale(natural, units, biases, gradients, layers)
+        velocities = _make_(natural, units, scale, gradients)
         for layer in layers.values() if gradients.noted else ():
             if layer.weight in velocities:
-                rate = common_rates[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
+                rate = units[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
                 layer.step_norm = rate * norm(velocities[layer.weight], layer.linear.own)
         others = {p: g for p, g in gradients.values.items() if p not in natural}
         if others:
@@ -101,7 +102,14 @@ class FixedRate(RuleWithDamping):
                 f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
             )
 
-    def _scale(self, natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
+    def _scale(
+        self,
+        natural: Mapping[Tensor, Tensor],
+        units: Mapping[Tensor, float],
+        biases: Sequence[BiasTerm],
+        gradients: Gradients,
+        layers: Layers,
+    ) -> float:
         """The factor that reduces a step to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
@@ -114,22 +122,29 @@ class FixedRate(RuleWithDamping):
         highest = {key: _highest(group) for key, group in groups.items()}
         scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
         if not scheduled:  # velocities advance as at a very small rate
-            rates = {p: highest[id(group)] for p, group in gradients.groups.items()}
+            units = {p: highest[id(group)] for p, group in gradients.groups.items()}
             scheduled = 1.0
         momentum = max([float(group["momentum"]) for group in groups.values()])
-        length = _length(natural, rates, gradients)
+        length = _length(natural, units, biases, gradients, layers)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
 
-def _length(natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gradients: Gradients) -> float:
+def _length(
+    natural: Mapping[Tensor, Tensor],
+    units: Mapping[Tensor, float],
+    biases: Sequence[BiasTerm],
+    gradients: Gradients,
+    layers: Layers,
+) -> float:
     """√(ΔᵀFΔ) of the step Δ of the whitened parameters, which is η √(gᵀF⁻¹g); raises NotFiniteError.
 
-    Where a bias has another learning rate than its weight, this is an upper bound. With η the higher of both rates, and
-    r_W, r_b ≤ 1 relative to it, the layer's part is η² (r_W² a + r_b² b), where a and b, from W and from b, are not
-    negative, and the product of the gradients with the natural ones is r_W a + r_b b.
+    With learning rates η_W and η_b of its own a layer adds, by the step d_b of its bias as seen from the centre,
+
+        η_W² (g_W − g_b cᵀ)·d_W + η_b² g_b·d_b  =  η_W (g·step) + η_b (η_b − η_W) g_b·d_b
     """
     values = gradients.values
     pairs = [(values[p], d) for p, d in natural.items()]
+    pairs += [(term.gradient, term.step) for term in biases]
     if gradients.sliced:
         pairs = [(local(x), local(y)) for x, y in pairs]
     numbers = products(pairs)
@@ -137,11 +152,21 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], gra
     sizes = read(torch._foreach_norm(others)) if others and not gradients.checked else []
     if not (gradients.checked or math.isfinite(sum(numbers) + sum(sizes))):
         raise NotFiniteError
+    rates_differ = len(set(units.values())) > 1
+    weights = {}
+    for layer in layers.values() if rates_differ else ():
+        if layer.weight in units:
+            weights[layer.bias] = units[layer.weight]
     squared = 0.0
-    for p, product in zip(natural, numbers, strict=True):
-        squared += rates[p] ** 2 * product
+    for p, product in zip(natural, numbers, strict=False):
+        squared += units[p] * weights.get(p, units[p]) * product
     squared = summed(squared, values.values()) if gradients.sliced else squared
-    return math.sqrt(max(squared, 0.0))
+    correction = 0.0
+    for term, product in zip(biases, numbers[len(natural) :], strict=True):
+        correction += term.eta_b * (term.eta_b - term.eta_W) * product
+    if layers.sharding is not None and rates_differ:
+        correction = layers.sharding.ranks.sums(1, lambda: [correction])[0]
+    return math.sqrt(max(squared + correction, 0.0))
 
 
 def _highest(group: Group) -> float:
@@ -152,23 +177,23 @@ def _highest(group: Group) -> float:
 
 
 def _make_(
-    natural: Mapping[Tensor, Tensor], rates: Mapping[Tensor, float], scale: float, gradients: Gradients
+    natural: Mapping[Tensor, Tensor], units: Mapping[Tensor, float], scale: float, gradients: Gradients
 ) -> dict[Tensor, Tensor]:
     """p ← (1 − η w) p − η v with v ← β v + d, for parameters with the same numbers together; gives v.
 
-    rates: η, which a bias may have from its weight; scale: of the natural gradients d
+    units: what the velocity of each parameter is multiplied by; scale: of the natural gradients d
     """
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for p in natural:
         group = gradients.groups[p]
-        numbers = (rates[p], group["momentum"], group["weight_decay"], group["lr"])
+        numbers = (units[p], group["momentum"], group["weight_decay"], group["lr"])
         kinds.setdefault(numbers, []).append(p)
     velocities: dict[Tensor, Tensor] = {}
-    for (rate, beta, weight_decay, lr), parameters in kinds.items():
+    for (unit, beta, weight_decay, lr), parameters in kinds.items():
         if weight_decay:
             torch._foreach_mul_(parameters, 1 - float(lr) * weight_decay)
         steps = [natural[p] if natural[p].dtype is p.dtype else natural[p].to(p.dtype) for p in parameters]
-        alpha = -rate
+        alpha = -unit
         if beta:
             steps = _advanced(parameters, steps, scale, beta, gradients.states)
         else:

@@ -8,9 +8,10 @@ groups: their factors are slices of one tensor (n, d, d). A layer that shares it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
 Rates = Mapping[Tensor, float]  # learning rates by parameter
+
+
+class BiasTerm(NamedTuple):
+    """A bias with another learning rate than its weight: both rates, its gradient, and its step seen from c."""
+
+    eta_W: float
+    eta_b: float
+    gradient: Tensor
+    step: Tensor
+
 
 STACKED_UP_TO = 96  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
 
@@ -58,34 +69,36 @@ class Layers(dict[str, Layer]):
         """Whether this process has the factors of a layer."""
         return self.sharding is None or self.sharding.is_own(layer.name)
 
-    def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients by parameter, in ordinary coordinates.
+    def natural_gradients(
+        self, gradients: Values, rates: Rates | None = None, biases: list[BiasTerm] | None = None
+    ) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients by parameter, in ordinary coordinates; to be multiplied by `units(rates)`.
 
-        rates: the learning rates, if they differ; the result is to be multiplied by `common_rates` of them
+        rates:  the learning rates, if they differ, since a step of W moves b at the rate of W
+        biases: is filled with the terms of layers whose bias has another rate than their weight
         """
-        return self.by_parameter(gradients, self._preconditioned, rates)
+        return self.by_parameter(gradients, self._preconditioned, rates, biases)
 
-    def common_rates(self, rates: Rates) -> dict[Tensor, float]:
-        """The learning rates, where a weight and its bias have the higher one of both.
-
-        A step of W moves b by −ΔW c, at the rate of W, so that a step of b is not a multiple of its rate.
-        """
-        common = dict(rates)
+    def units(self, rates: Rates) -> dict[Tensor, float]:
+        """The rate of each step. A bias whose own is zero has that of its weight, with which centring moves it."""
+        units = dict(rates)
         for layer in self.values():
-            if layer.bias in rates and layer.weight in rates:
-                rate = max(rates[layer.weight], rates[cast(Tensor, layer.bias)])
-                common[layer.weight] = rate
-                common[cast(Tensor, layer.bias)] = rate
-        return common
+            if layer.bias is not None and _ratio(layer, rates) == math.inf:
+                units[layer.bias] = rates[layer.weight]
+        return units
 
     def by_parameter(
-        self, values: Values, compute: Callable[[Values], Mapping[Layer, WeightAndBias]], rates: Rates | None = None
+        self,
+        values: Values,
+        compute: Callable[[Values], Mapping[Layer, WeightAndBias]],
+        rates: Rates | None = None,
+        biases: list[BiasTerm] | None = None,
     ) -> dict[Tensor, Tensor]:
         """What is computed of layers as values of whole parameters, of which several layers may have a part.
 
         values:   of the parameters, such as gradients
         compute:  gives that of layers from them; each process does so for those that it has the factors of
-        rates:    see `natural_gradients`
+        rates, biases: see `natural_gradients`
         """
         into: dict[Tensor, Tensor] = {}
         sharding = self.sharding
@@ -93,9 +106,12 @@ class Layers(dict[str, Layer]):
             covered = self.parameters
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
-        for layer, step in compute(whole_values).items():
-            d_W, d_b = step if rates is None else _at_rates(layer, *step, rates)
-            layer.write(d_W, d_b, into)
+        for layer, (d_W, d_b) in compute(whole_values).items():
+            ratio = 1.0 if rates is None else _ratio(layer, rates)
+            layer.write(d_W, d_b, into, ratio)
+            if biases is not None and rates is not None and ratio != 1.0 and d_b is not None:
+                _, g_b = layer.gradients(whole_values)
+                biases.append(BiasTerm(rates[layer.weight], rates[cast(Tensor, layer.bias)], cast(Tensor, g_b), d_b))
         return into if sharding is None else sharding.distributed(into, values)
 
     def _preconditioned(self, gradients: Values) -> dict[Layer, WeightAndBias]:
@@ -179,14 +195,14 @@ class Stack:
         self.__init__(self.layers)  # type: ignore[misc]
 
 
-def _at_rates(layer: Layer, d_W: Tensor | None, d_b: Tensor | None, rates: Rates) -> WeightAndBias:
-    """The step of a layer, relative to the higher learning rate of its weight and its bias."""
-    if d_W is None or d_b is None:
-        return d_W, d_b
-    eta_W = rates[layer.weight]
-    eta_b = rates[cast(Tensor, layer.bias)]
-    highest = max(eta_W, eta_b)
-    return (d_W, d_b) if eta_W == eta_b else (d_W * (eta_W / highest), d_b * (eta_b / highest))
+def _ratio(layer: Layer, rates: Rates) -> float:
+    """Of the learning rate of the weight to that of the bias; infinite if only the bias has a rate of zero."""
+    if layer.bias is None or layer.bias not in rates or layer.weight not in rates:
+        return 1.0
+    weight, bias = rates[layer.weight], rates[layer.bias]
+    if weight == bias:
+        return 1.0
+    return weight / bias if bias else math.inf
 
 
 def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:

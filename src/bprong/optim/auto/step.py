@@ -61,8 +61,8 @@ class NaturalDirections(Directions):
             whitened = dict(zip(natural, negated, strict=True))
         else:
             natural = layers.natural_gradients(gradients.values, rates)
-            common_rates = layers.common_rates(rates)
-            whitened = {p: d * -common_rates[p] for p, d in natural.items()}
+            units = layers.units(rates)
+            whitened = {p: d * -units[p] for p, d in natural.items()}
         others = {p: g for p, g in gradients.values.items() if p not in whitened}
         if not others:
             return {"whitened": whitened}
@@ -258,7 +258,8 @@ class Automatic(StepRule):
         self.moved = [p for p, is_moved in zip(parameters, numbers.pop("moved"), strict=True) if is_moved]
         for name in ("coefficients", "curvature"):
             numbers[name] = {part: value for part, value in numbers[name].items() if value is not None}
-        self.rule = replace(self.rule, **numbers)
+        names = {field.name for field in fields(AutoState)}  # others are those of an earlier version
+        self.rule = replace(self.rule, **{name: value for name, value in numbers.items() if name in names})
 
 
 def _totals(batches: Sequence[Batch]) -> list[float]:
