@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from harness.command_line import CommandLine
 from sklearn import datasets
 from torch import nn
 
@@ -24,7 +25,6 @@ import bprong
 from bprong.experiments.bench.tables import markdown
 from bprong.sklearn import MLPClassifier, MLPRegressor
 
-TURNS = 3
 HIDDEN = 100
 TABLES: dict[str, tuple[Callable[..., Any], bool]] = {
     "iris": (datasets.load_iris, True),
@@ -69,15 +69,17 @@ def optimized(
     return time.process_time() - start, made, float(value.detach())
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = CommandLine(__doc__)
+    parser.setting("turns", 3, 1, "networks that each of the two trains, by seed")
+    options = parser.parse(arguments)
     warnings.simplefilter("ignore")
     rows = []
     for name, (load, classes) in TABLES.items():
         X, y = load(return_X_y=True)
         ratios = []
         by_step = []
-        for seed in range(TURNS):
+        for seed in range(options.turns):
             seconds, steps, loss = estimated(X, y, classes, seed)
             others, made, end = optimized(X, y, classes, seed, loss if classes else 2 * loss, steps)
             ratios.append(others / seconds)
