@@ -149,9 +149,11 @@ class Calls(list[Call]):
         self._measuring = threading.Event()  # which hooks may hold on to, as they may not to these calls
 
     def note_masks(self, arguments: Any) -> None:
-        """Note which of the model's arguments may be masks of positions (B, T)."""
+        """Note which of the model's arguments may be masks of positions (B, T), or lengths of sequences (B,)."""
         for leaf in tree_leaves(arguments):
-            if isinstance(leaf, Tensor) and leaf.ndim == 2 and not (leaf.is_nested or leaf.is_complex()):
+            if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_complex():
+                continue
+            if leaf.ndim == 2 or (leaf.ndim == 1 and not leaf.is_floating_point()):
                 self.masks.append(leaf.detach())
 
     @contextmanager

@@ -7,7 +7,7 @@ depend on how the user's loss is reduced or scaled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -209,9 +209,10 @@ def _padding(
 ) -> dict[torch.Size, Tensor]:
     """Return which positions of sequences are padding, (rows,), by the shape of the positions.
 
-    A mask of positions tells it: one that the model or its attention is given, or that of an embedding with a
-    `padding_idx`. Errors tell which of its two values stands for padding: in no layer do they come back to any position
-    that has it. Errors alone cannot tell, because none come back to a position that loses a maximum either.
+    A mask of positions tells it: one that the model or its attention is given, as lengths or position by position, or
+    that of an embedding with a `padding_idx`. Errors tell which of its two values stands for padding: in no layer do
+    they come back to any position that has it. Errors alone cannot tell, because none come back to a position that
+    loses a maximum either.
     """
     used: dict[torch.Size, Tensor] = {}
     for call, rows in reached.items():
@@ -220,15 +221,26 @@ def _padding(
     embedded = [call.ignored.view(call.shape[:-1]) for call in calls if call.ignored is not None and call.is_sequence]
     padding: dict[torch.Size, Tensor] = {}
     for values in (*masks, *embedded) if used else ():
-        mask = _as_mask(values)
-        if mask is None:
-            continue
-        for marked in (mask, ~mask, mask.T, ~mask.T):  # positions may be time-first
+        for marked in _marked(values, used):
             if marked.shape in used:
                 positions = marked.flatten().to(used[marked.shape].device)
                 if not bool((positions & used[marked.shape]).any()):
                     padding[marked.shape] = positions | padding.get(marked.shape, False)
     return padding
+
+
+def _marked(values: Tensor, shapes: Iterable[torch.Size]) -> Iterator[Tensor]:
+    """Yield the positions, (B, T) or time-first, that a mask may mean, or that are beyond lengths of sequences (B,)."""
+    if values.ndim == 1:
+        for rows, columns in [shape for shape in shapes if len(shape) == 2]:
+            if len(values) == rows:
+                yield torch.arange(columns, device=values.device) >= values.unsqueeze(1)
+            if len(values) == columns:
+                yield torch.arange(rows, device=values.device).unsqueeze(1) >= values
+        return
+    mask = _as_mask(values)
+    if mask is not None:
+        yield from (mask, ~mask, mask.T, ~mask.T)
 
 
 def _as_mask(values: Tensor) -> Tensor | None:
