@@ -59,7 +59,8 @@ def ranks_seeded_differently(rank, size):
         for t in range(12):
             step(t)
         whitening = optimizer._whitening
-        found[name] = whitening.schedule.base_seed, whitening._seed(0), parameters(model)
+        seed = optimizer._meter._seed(whitening.request(), 0)
+        found[name] = whitening.schedule.base_seed, seed, parameters(model)
     return found
 
 
