@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,19 @@ from bprong.whitening.side import SideName
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
 FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters
 MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
+
+
+class NaturalStep(NamedTuple):
+    """A step before it is bounded.
+
+    natural:  the natural gradients, by parameter
+    units:    what they, or velocities made of them, are multiplied by: the learning rates
+    biases:   the terms of biases that have another learning rate than their weight
+    """
+
+    natural: Mapping[Tensor, Tensor]
+    units: Mapping[Tensor, float]
+    biases: Sequence[BiasTerm]
 
 
 class FixedRate(RuleWithDamping):
@@ -70,18 +83,21 @@ class FixedRate(RuleWithDamping):
         biases: list[BiasTerm] = []
         natural = layers.natural_gradients(gradients.values, rates if differ else None, biases)
         units = layers.units(rates) if differ else rates
-        scale = self._scale(natural, units, biases, gradients, layers)
-        velocities = _make_(natural, units, scale, gradients)
+        step = NaturalStep(natural, units, biases)
+        scale = self._scale(step, gradients, layers)
+        velocities = _make_(step, scale, gradients)
         for layer in layers.values() if gradients.noted else ():
             if layer.weight in velocities:
                 rate = units[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
                 layer.step_norm = rate * norm(velocities[layer.weight], layer.linear.own)
         others = {p: g for p, g in gradients.values.items() if p not in natural}
         if others:
-            _decay_(others, groups)
+            for p in others:
+                if groups[p]["weight_decay"]:
+                    p.mul_(1 - rates[p] * groups[p]["weight_decay"])
             rates = {p: rates[p] * self._fallback_part(groups[p]) for p in others}
-            for p, step in self._fallback.directions(others, gradients.states, rates).items():
-                p.add_(step)
+            for p, direction in self._fallback.directions(others, gradients.states, rates).items():
+                p.add_(direction)
 
     def _fallback_part(self, group: Group) -> float:
         """The part of a group's rate at which Adam's stays within its limit. A schedule lowers both."""
@@ -102,14 +118,7 @@ class FixedRate(RuleWithDamping):
                 f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
             )
 
-    def _scale(
-        self,
-        natural: Mapping[Tensor, Tensor],
-        units: Mapping[Tensor, float],
-        biases: Sequence[BiasTerm],
-        gradients: Gradients,
-        layers: Layers,
-    ) -> float:
+    def _scale(self, step: NaturalStep, gradients: Gradients, layers: Layers) -> float:
         """The factor that reduces a step to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
@@ -122,26 +131,21 @@ class FixedRate(RuleWithDamping):
         highest = {key: _highest(group) for key, group in groups.items()}
         scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
         if not scheduled:  # velocities advance as at a very small rate
-            units = {p: highest[id(group)] for p, group in gradients.groups.items()}
+            step = step._replace(units={p: highest[id(group)] for p, group in gradients.groups.items()})
             scheduled = 1.0
         momentum = max([float(group["momentum"]) for group in groups.values()])
-        length = _length(natural, units, biases, gradients, layers)
+        length = _length(step, gradients, layers)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
 
-def _length(
-    natural: Mapping[Tensor, Tensor],
-    units: Mapping[Tensor, float],
-    biases: Sequence[BiasTerm],
-    gradients: Gradients,
-    layers: Layers,
-) -> float:
+def _length(step: NaturalStep, gradients: Gradients, layers: Layers) -> float:
     """√(ΔᵀFΔ) of the step Δ of the whitened parameters, which is η √(gᵀF⁻¹g); raises NotFiniteError.
 
     With learning rates η_W and η_b of its own a layer adds, by the step d_b of its bias as seen from the centre,
 
         η_W² (g_W − g_b cᵀ)·d_W + η_b² g_b·d_b  =  η_W (g·step) + η_b (η_b − η_W) g_b·d_b
     """
+    natural, units, biases = step
     values = gradients.values
     pairs = [(values[p], d) for p, d in natural.items()]
     pairs += [(term.gradient, term.step) for term in biases]
@@ -176,13 +180,12 @@ def _highest(group: Group) -> float:
     return highest
 
 
-def _make_(
-    natural: Mapping[Tensor, Tensor], units: Mapping[Tensor, float], scale: float, gradients: Gradients
-) -> dict[Tensor, Tensor]:
+def _make_(step: NaturalStep, scale: float, gradients: Gradients) -> dict[Tensor, Tensor]:
     """p ← (1 − η w) p − η v with v ← β v + d, for parameters with the same numbers together; gives v.
 
-    units: what the velocity of each parameter is multiplied by; scale: of the natural gradients d
+    scale: of the natural gradients d
     """
+    natural, units, _ = step
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for p in natural:
         group = gradients.groups[p]
@@ -223,10 +226,3 @@ def _momentum(parameter: Tensor, states: States) -> Tensor:
         velocity = velocity.to(parameter.dtype)
     state["momentum_buffer"] = velocity
     return velocity
-
-
-def _decay_(parameters: Iterable[Tensor], groups: Mapping[Tensor, Group]) -> None:
-    for p in parameters:
-        group = groups[p]
-        if group["weight_decay"]:
-            p.mul_(1 - group["lr"] * group["weight_decay"])
