@@ -13,7 +13,7 @@ from bprong.linalg.factors import Dense
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim import Periods
 from bprong.optim.fallback import Fallback
-from bprong.optim.spectral import RMS, SpectralDirection
+from bprong.optim.spectral import RMS, SpectralDirections
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches, train
 
@@ -85,7 +85,7 @@ def test_it_is_muon_on_the_whitened_network(solver, bias):
         plain, "cross_entropy", lr=0.02, step="spectral", momentum=0.9, every=periods, options=options,
         **DAMPING,
     )  # fmt: skip
-    optimizer._rule.direction = SpectralDirection(NaturalBias(optimizer, lr=0.03), "whole", rms=None)
+    optimizer._rule.direction = SpectralDirections(NaturalBias(optimizer, lr=0.03), "whole", rms=None)
     for xb, yb in batches(x, y, 20, 25):
         rewhitening.step(xb)
         train(whitened, muon, [(xb, yb)])
@@ -117,7 +117,7 @@ def test_a_step_is_that_of_torchs_muon_on_the_whitened_network():
         plain, "cross_entropy", lr=0.01, step="spectral", momentum=0.9, every=periods, options=options,
         **DAMPING,
     )  # fmt: skip
-    optimizer._rule.direction = SpectralDirection(Fallback(), "whole", rms=None)
+    optimizer._rule.direction = SpectralDirections(Fallback(), "whole", rms=None)
     for xb, yb in batches(x, y, 20, 6):
         plain.load_state_dict(bprong.fold(copy.deepcopy(whitened)).state_dict())
         rewhitening.step(xb)
@@ -244,7 +244,7 @@ def test_half_whitening_is_whole_whitening_by_the_roots():
         bprong.BPRONG(m, "cross_entropy", lr=0.05, step="spectral", options=EXACT | {"power": power}, every=100)
         for m, power in ((half, "half"), (whole, "whole"))
     ]
-    original = SpectralDirection._metric
+    original = SpectralDirections._metric
     seen = []
 
     def rooted(direction, layer, dtype):
@@ -258,11 +258,11 @@ def test_half_whitening_is_whole_whitening_by_the_roots():
         return Metric(*roots)
 
     try:
-        SpectralDirection._metric = rooted
+        SpectralDirections._metric = rooted
         for m, optimizer in zip((half, whole), optimizers, strict=True):
             train(m, optimizer, batches(x, y, 20, 5))
     finally:
-        SpectralDirection._metric = original
+        SpectralDirections._metric = original
     assert seen
     assert_same_path(snapshot(half), snapshot(whole), 1e-9)
 

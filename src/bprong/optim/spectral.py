@@ -37,7 +37,7 @@ RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that lea
 
 
 @dataclass(frozen=True)
-class SpectralDirection(Directions):
+class SpectralDirections(Directions):
     """What a spectral step adds to each parameter.
 
     fallback: the rule of biases and of all parameters that are not whitened
@@ -55,7 +55,7 @@ class SpectralDirection(Directions):
     rms: float | None = RMS
 
     @classmethod
-    def of(cls, setup: Setup) -> SpectralDirection:
+    def of(cls, setup: Setup) -> SpectralDirections:
         return cls(setup.options.fallback(1.0), setup.options.power)
 
     def check_group(self, group: Group) -> None:
@@ -138,7 +138,7 @@ class Spectral(RuleWithDamping):
     momentum = MOMENTUM
     early_parts = EARLY_PARTS
 
-    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirection, few: bool = False) -> None:
+    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirections, few: bool = False) -> None:
         super().__init__(damping, few)
         self.direction = direction
 
@@ -146,7 +146,7 @@ class Spectral(RuleWithDamping):
     def of(cls, setup: Setup) -> Spectral:
         if setup.bound(None) is not None:
             raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
-        return cls(setup.damping(DAMPING), SpectralDirection.of(setup), setup.has_default_damping)
+        return cls(setup.damping(DAMPING), SpectralDirections.of(setup), setup.has_default_damping)
 
     def check_group(self, group: Group) -> None:
         self.direction.check_group(group)

@@ -47,7 +47,7 @@ class Evaluation:
     loss_now: Callable[[], float] = lambda: math.nan
 
 
-class Sums(NamedTuple):
+class BatchNumbers(NamedTuple):
     """Numbers of a batch that are added up over batches and over processes.
 
     weight:  what multiple of the mean −log p of its targets the user's loss is, which Q, loss and slopes are times
@@ -92,15 +92,15 @@ class LossModel:
         def numbers() -> list[float]:
             if batches:
                 self._evaluate_here(in_parameters, batches, seed, parts, reasons)
-            rows = [part.numbers for part in parts] or [[0.0] * (len(Sums._fields) + k + k * k)]
+            rows = [part.numbers for part in parts] or [[0.0] * (len(BatchNumbers._fields) + k + k * k)]
             totals = torch.tensor(rows, dtype=torch.float64, device="cpu").sum(dim=0)
             return [float(bool(reasons)), float(sum(examples(batch.x) for batch in batches)), *totals.tolist()]
 
         with whole(self._model) as parameters:
             in_parameters = [self._in_whole(parameters, direction) for direction in directions]
-            undivided, count, *rest = self._ranks.sums(2 + len(Sums._fields) + k + k * k, numbers)
-        totals = Sums(*rest[: len(Sums._fields)])
-        along = torch.tensor(rest[len(Sums._fields) :], dtype=torch.float64, device="cpu") / totals.weight
+            undivided, count, *rest = self._ranks.sums(2 + len(BatchNumbers._fields) + k + k * k, numbers)
+        totals = BatchNumbers(*rest[: len(BatchNumbers._fields)])
+        along = torch.tensor(rest[len(BatchNumbers._fields) :], dtype=torch.float64, device="cpu") / totals.weight
         if undivided:
             self.everything = True
             reason = next(iter(reasons), "on another rank")
@@ -191,7 +191,7 @@ class LossModel:
         w = 1.0 if targets is None else targets.multiple
         loss = 0.0 if targets is None else targets.mean(output)
         slopes = [0.0] * len(Q) if targets is None else targets.slopes(output, network.along)
-        sums = Sums(w, w * loss, targets is None, network.refused is not None, subset.count, number)
+        sums = BatchNumbers(w, w * loss, targets is None, network.refused is not None, subset.count, number)
         numbers = [*map(float, sums), *(w * slope for slope in slopes), *(w * Q).flatten().tolist()]
 
         def loss_now() -> float:
@@ -238,7 +238,7 @@ class _UndividedError(Exception):
 
 
 class _Part(NamedTuple):
-    """A batch: its `Sums`, slopes and Q, times its weight, one after the other.
+    """A batch: its `BatchNumbers`, slopes and Q, times its weight, one after the other.
 
     loss_now:  its loss at the current parameters, times its weight
     refused:   why forward-mode AD was unavailable

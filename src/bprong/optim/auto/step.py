@@ -20,7 +20,7 @@ from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
 from bprong.optim.directions import Direction, dot, norm
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import Directions, Gradients, Group, Setup, StepRule
-from bprong.optim.spectral import DAMPING, SpectralDirection
+from bprong.optim.spectral import DAMPING, SpectralDirections
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer
@@ -109,7 +109,7 @@ class Automatic(StepRule):
             most=math.inf if bound is None else bound**2 / 2,
             nll_bounded=likelihood.nonnegative,
         )
-        directions = SpectralDirection.of(setup) if spectral else NaturalDirections(setup.options.fallback())
+        directions = SpectralDirections.of(setup) if spectral else NaturalDirections(setup.options.fallback())
         loss_model = LossModel(setup.model, likelihood, setup.head, setup.ranks)
         damping = setup.damping(DAMPING if spectral else None)
         return cls(directions, loss_model, rule, damping, setup.ranks)
