@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # The tests that people run: every module and every promise of docs/guarantees.md, in some minutes.
