@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +15,14 @@ from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup
 from bprong.parallel.slices import local, summed
-from bprong.whitening.layers import BiasTerm, Layers
+from bprong.whitening.layers import Layers
 from bprong.whitening.side import SideName
 
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
 FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters
 MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 
-
-class NaturalStep(NamedTuple):
-    """A step before it is bounded.
-
-    natural:  the natural gradients, by parameter
-    units:    what they, or velocities made of them, are multiplied by: the learning rates
-    biases:   the terms of biases that have another learning rate than their weight
-    """
-
-    natural: Mapping[Tensor, Tensor]
-    units: Mapping[Tensor, float]
-    biases: Sequence[BiasTerm]
+Rates = dict[Tensor, float]  # learning rates by parameter
 
 
 class FixedRate(RuleWithDamping):
@@ -79,13 +68,10 @@ class FixedRate(RuleWithDamping):
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         groups = gradients.groups
         rates = {p: float(group["lr"]) for p, group in groups.items()}
-        differ = len(set(rates.values())) > 1
-        biases: list[BiasTerm] = []
-        natural = layers.natural_gradients(gradients.values, rates if differ else None, biases)
-        units = layers.units(rates) if differ else rates
-        step = NaturalStep(natural, units, biases)
-        scale = self._scale(step, gradients, layers)
-        velocities = _make_(step, scale, gradients)
+        natural = layers.natural_gradients(gradients.values)
+        scale = self._scale(natural, rates, gradients, layers)
+        units = _follow_weights_(natural, rates, gradients, layers)
+        velocities = _make_(natural, units, scale, gradients)
         for layer in layers.values() if gradients.noted else ():
             if layer.weight in velocities:
                 rate = units[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
@@ -118,7 +104,7 @@ class FixedRate(RuleWithDamping):
                 f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
             )
 
-    def _scale(self, step: NaturalStep, gradients: Gradients, layers: Layers) -> float:
+    def _scale(self, natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers) -> float:
         """The factor that reduces a step to the bound.
 
         With momentum β a step is a sum of steps whose factors add up to 1/(1 − β), so each of them may have 1 − β of
@@ -131,24 +117,24 @@ class FixedRate(RuleWithDamping):
         highest = {key: _highest(group) for key, group in groups.items()}
         scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
         if not scheduled:  # velocities advance as at a very small rate
-            step = step._replace(units={p: highest[id(group)] for p, group in gradients.groups.items()})
+            rates = {p: highest[id(group)] for p, group in gradients.groups.items()}
             scheduled = 1.0
         momentum = max([float(group["momentum"]) for group in groups.values()])
-        length = _length(step, gradients, layers)
+        length = _length(natural, rates, gradients, layers)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
 
-def _length(step: NaturalStep, gradients: Gradients, layers: Layers) -> float:
-    """√(ΔᵀFΔ) of the step Δ of the whitened parameters, which is η √(gᵀF⁻¹g); raises NotFiniteError.
+def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers) -> float:
+    """√(ΔᵀFΔ) of the step Δ of the whitened parameters; raises NotFiniteError.
 
-    With learning rates η_W and η_b of its own a layer adds, by the step d_b of its bias as seen from the centre,
+    With the learning rates η_W and η_b its square is the product of the gradient and of the step at the rates η²:
 
-        η_W² (g_W − g_b cᵀ)·d_W + η_b² g_b·d_b  =  η_W (g·step) + η_b (η_b − η_W) g_b·d_b
+        η_W² (g_W − g_b cᵀ)·d_W + η_b² g_b·d_b  =  η_W² g_W·d_W + g_b·(η_b² d_b − η_W² d_W c)
     """
-    natural, units, biases = step
     values = gradients.values
-    pairs = [(values[p], d) for p, d in natural.items()]
-    pairs += [(term.gradient, term.step) for term in biases]
+    squares = {p: rate * rate for p, rate in rates.items()}
+    steps = layers.natural_gradients(values, squares) if _weights_of_biases(rates, layers) else natural
+    pairs = [(values[p], d) for p, d in steps.items()]
     if gradients.sliced:
         pairs = [(local(x), local(y)) for x, y in pairs]
     numbers = products(pairs)
@@ -156,21 +142,38 @@ def _length(step: NaturalStep, gradients: Gradients, layers: Layers) -> float:
     sizes = read(torch._foreach_norm(others)) if others and not gradients.checked else []
     if not (gradients.checked or math.isfinite(sum(numbers) + sum(sizes))):
         raise NotFiniteError
-    rates_differ = len(set(units.values())) > 1
-    weights = {}
-    for layer in layers.values() if rates_differ else ():
-        if layer.weight in units:
-            weights[layer.bias] = units[layer.weight]
     squared = 0.0
-    for p, product in zip(natural, numbers, strict=False):
-        squared += units[p] * weights.get(p, units[p]) * product
+    for p, product in zip(natural, numbers, strict=True):
+        squared += squares[p] * product if steps is natural else product
     squared = summed(squared, values.values()) if gradients.sliced else squared
-    correction = 0.0
-    for term, product in zip(biases, numbers[len(natural) :], strict=True):
-        correction += term.eta_b * (term.eta_b - term.eta_W) * product
-    if layers.sharding is not None and rates_differ:
-        correction = layers.sharding.ranks.sums(1, lambda: [correction])[0]
-    return math.sqrt(max(squared + correction, 0.0))
+    return math.sqrt(max(squared, 0.0))
+
+
+def _weights_of_biases(rates: Rates, layers: Layers) -> dict[Tensor, Tensor]:
+    """The biases that have another learning rate than their weight, which moves them too; each with a weight."""
+    weights: dict[Tensor, Tensor] = {}
+    if len(set(rates.values())) > 1:
+        for layer in layers.values():
+            if layer.bias in rates and rates.get(layer.weight, rates[layer.bias]) != rates[layer.bias]:
+                weights[layer.bias] = layer.weight
+    return weights
+
+
+def _follow_weights_(
+    natural: dict[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers
+) -> Mapping[Tensor, float]:
+    """Replaces the natural gradients of biases whose weight has another rate; gives what each is multiplied by.
+
+    Such a bias moves by η_b d_b − η_W d_W c, also if its own rate is zero.
+    """
+    weights = _weights_of_biases(rates, layers)
+    if not weights:
+        return rates
+    steps = layers.natural_gradients(gradients.values, rates)
+    units = rates | {bias: rates[bias] or rates[weight] for bias, weight in weights.items()}
+    for bias in weights:
+        natural[bias] = steps[bias] / units[bias]
+    return units
 
 
 def _highest(group: Group) -> float:
@@ -180,12 +183,14 @@ def _highest(group: Group) -> float:
     return highest
 
 
-def _make_(step: NaturalStep, scale: float, gradients: Gradients) -> dict[Tensor, Tensor]:
+def _make_(
+    natural: Mapping[Tensor, Tensor], units: Mapping[Tensor, float], scale: float, gradients: Gradients
+) -> dict[Tensor, Tensor]:
     """p ← (1 − η w) p − η v with v ← β v + d, for parameters with the same numbers together; gives v.
 
-    scale: of the natural gradients d
+    units: what the natural gradients d, or their velocities, are multiplied by: the learning rates
+    scale: of d
     """
-    natural, units, _ = step
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for p in natural:
         group = gradients.groups[p]
@@ -195,24 +200,17 @@ def _make_(step: NaturalStep, scale: float, gradients: Gradients) -> dict[Tensor
     for (unit, beta, weight_decay, lr), parameters in kinds.items():
         if weight_decay:
             torch._foreach_mul_(parameters, 1 - float(lr) * weight_decay)
-        steps = [natural[p] if natural[p].dtype is p.dtype else natural[p].to(p.dtype) for p in parameters]
+        steps = [natural[p].to(p.dtype) for p in parameters]
         alpha = -unit
         if beta:
-            steps = _advanced(parameters, steps, scale, beta, gradients.states)
+            averages = [_momentum(p, gradients.states) for p in parameters]
+            torch._foreach_mul_(averages, beta)
+            torch._foreach_add_(averages, steps, alpha=scale)
+            steps = averages
         else:
             alpha *= scale
         torch._foreach_add_(parameters, steps, alpha=alpha)
         velocities |= dict(zip(parameters, steps, strict=True))
-    return velocities
-
-
-def _advanced(
-    parameters: Sequence[Tensor], steps: list[Tensor], scale: float, beta: float, states: States
-) -> list[Tensor]:
-    """The velocities, which advance by scaled directions."""
-    velocities = [_momentum(p, states) for p in parameters]
-    torch._foreach_mul_(velocities, beta)
-    torch._foreach_add_(velocities, steps, alpha=scale)
     return velocities
 
 

@@ -7,7 +7,6 @@ This is SGD in whitened coordinates, written in ordinary ones: it needs the fact
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -122,11 +121,10 @@ class Layer:
             g_W = None if g_W is None else linear.matrix(linear.own(g_W))
         return g_W, g_b
 
-    def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor], ratio: float = 1.0) -> None:
-        """Writes a step, seen from the centre c, in ordinary coordinates: d_W, and d_b − ratio · d_W c.
+    def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor]) -> None:
+        """Writes a step, seen from the centre c, in ordinary coordinates: d_W, and d_b − d_W c.
 
-        into:   steps by parameter, of which this layer may have a part only
-        ratio:  of the learning rate of W to that of b; infinite: b follows the centre alone, −d_W c
+        into: steps by parameter, of which this layer may have a part only
         """
         linear = self.linear
         if d_W is not None:
@@ -137,14 +135,11 @@ class Layer:
                 linear.own(_zeros_once(into, self.weight, shaped)).copy_(shaped)
         if d_b is None or self.bias is None:
             return
-        if ratio == math.inf:
-            d_b = torch.zeros_like(d_b)
-            ratio = 1.0
         if d_W is not None and self.c is not None and linear.is_plain:
-            into[self.bias] = torch.addmv(d_b, d_W, self.c, alpha=-ratio)
+            into[self.bias] = torch.addmv(d_b, d_W, self.c, alpha=-1)
             return
         if d_W is not None and self.c is not None:
-            d_b = d_b - ratio * linear.times(shaped, self.c)
+            d_b = d_b - linear.times(shaped, self.c)
         if linear.bias_rows is None:
             into[self.bias] = d_b.reshape(self.bias.shape)
         else:

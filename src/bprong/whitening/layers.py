@@ -8,10 +8,9 @@ groups: their factors are slices of one tensor (n, d, d). A layer that shares it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,15 +27,6 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
 Rates = Mapping[Tensor, float]  # learning rates by parameter
-
-
-class BiasTerm(NamedTuple):
-    """A bias with another learning rate than its weight: both rates, its gradient, and its step seen from c."""
-
-    eta_W: float
-    eta_b: float
-    gradient: Tensor
-    step: Tensor
 
 
 STACKED_UP_TO = 96  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
@@ -69,36 +59,20 @@ class Layers(dict[str, Layer]):
         """Whether this process has the factors of a layer."""
         return self.sharding is None or self.sharding.is_own(layer.name)
 
-    def natural_gradients(
-        self, gradients: Values, rates: Rates | None = None, biases: list[BiasTerm] | None = None
-    ) -> dict[Tensor, Tensor]:
-        """The preconditioned gradients by parameter, in ordinary coordinates; to be multiplied by `units(rates)`.
+    def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
+        """The preconditioned gradients by parameter, in ordinary coordinates.
 
-        rates:  the learning rates, if they differ, since a step of W moves b at the rate of W
-        biases: is filled with the terms of layers whose bias has another rate than their weight
+        rates: what is multiplied by numbers for each parameter: the steps of W and, as seen from the centre, of b
         """
-        return self.by_parameter(gradients, self._preconditioned, rates, biases)
-
-    def units(self, rates: Rates) -> dict[Tensor, float]:
-        """The rate of each step. A bias whose own is zero has that of its weight, with which centring moves it."""
-        units = dict(rates)
-        for layer in self.values():
-            if layer.bias is not None and _ratio(layer, rates) == math.inf:
-                units[layer.bias] = rates[layer.weight]
-        return units
+        return self.by_parameter(gradients, partial(self._preconditioned, rates=rates))
 
     def by_parameter(
-        self,
-        values: Values,
-        compute: Callable[[Values], Mapping[Layer, WeightAndBias]],
-        rates: Rates | None = None,
-        biases: list[BiasTerm] | None = None,
+        self, values: Values, compute: Callable[[Values], Mapping[Layer, WeightAndBias]]
     ) -> dict[Tensor, Tensor]:
         """What is computed of layers as values of whole parameters, of which several layers may have a part.
 
         values:   of the parameters, such as gradients
         compute:  gives that of layers from them; each process does so for those that it has the factors of
-        rates, biases: see `natural_gradients`
         """
         into: dict[Tensor, Tensor] = {}
         sharding = self.sharding
@@ -107,19 +81,21 @@ class Layers(dict[str, Layer]):
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
         for layer, (d_W, d_b) in compute(whole_values).items():
-            ratio = 1.0 if rates is None else _ratio(layer, rates)
-            layer.write(d_W, d_b, into, ratio)
-            if biases is not None and rates is not None and ratio != 1.0 and d_b is not None:
-                _, g_b = layer.gradients(whole_values)
-                biases.append(BiasTerm(rates[layer.weight], rates[cast(Tensor, layer.bias)], cast(Tensor, g_b), d_b))
+            layer.write(d_W, d_b, into)
         return into if sharding is None else sharding.distributed(into, values)
 
-    def _preconditioned(self, gradients: Values) -> dict[Layer, WeightAndBias]:
+    def _preconditioned(self, gradients: Values, rates: Rates | None = None) -> dict[Layer, WeightAndBias]:
         """The natural gradients of the layers that this process has the factors of."""
         preconditioned: dict[Layer, WeightAndBias] = {}
         for stack in self.cached("stacks", self._own_stacks):
             preconditioned |= stack.precondition(gradients)
-        return preconditioned
+        if rates is None:
+            return preconditioned
+        scaled: dict[Layer, WeightAndBias] = {}
+        for layer, (d_W, d_b) in preconditioned.items():
+            step_of_W = None if d_W is None else d_W * rates[layer.weight]
+            scaled[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
+        return scaled
 
     def _own_stacks(self) -> list[Stack]:
         shapes = {layer: _shape_of_small(layer) or layer for layer in self.values() if self.is_own(layer)}
@@ -193,16 +169,6 @@ class Stack:
             layer.convert(gradient.dtype)
         vars(self).pop("_singles", None)
         self.__init__(self.layers)  # type: ignore[misc]
-
-
-def _ratio(layer: Layer, rates: Rates) -> float:
-    """Of the learning rate of the weight to that of the bias; infinite if only the bias has a rate of zero."""
-    if layer.bias is None or layer.bias not in rates or layer.weight not in rates:
-        return 1.0
-    weight, bias = rates[layer.weight], rates[layer.bias]
-    if weight == bias:
-        return 1.0
-    return weight / bias if bias else math.inf
 
 
 def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:

@@ -55,14 +55,9 @@ class NaturalDirections(Directions):
     def by_kind(
         self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
     ) -> dict[str, dict[Tensor, Tensor]]:
-        if set(rates.values()) == {1.0}:
-            natural = layers.natural_gradients(gradients.values)
-            negated = torch._foreach_neg(list(natural.values())) if natural else ()
-            whitened = dict(zip(natural, negated, strict=True))
-        else:
-            natural = layers.natural_gradients(gradients.values, rates)
-            units = layers.units(rates)
-            whitened = {p: d * -units[p] for p, d in natural.items()}
+        natural = layers.natural_gradients(gradients.values, None if set(rates.values()) == {1.0} else rates)
+        negated = torch._foreach_neg(list(natural.values())) if natural else ()
+        whitened = dict(zip(natural, negated, strict=True))
         others = {p: g for p, g in gradients.values.items() if p not in whitened}
         if not others:
             return {"whitened": whitened}
