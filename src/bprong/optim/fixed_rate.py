@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bprong.errors import warn
 from bprong.linalg.damped_inverse import Damping
-from bprong.optim.directions import norm, products, read
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup
+from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup, norm, products, read
 from bprong.parallel.slices import local, summed
 from bprong.whitening.layers import Layers
 from bprong.whitening.side import SideName

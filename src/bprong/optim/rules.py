@@ -1,4 +1,4 @@
-"""The protocol of step rules: what turns gradients into a step.
+"""The protocol of step rules: what turns gradients into a step. And products of the directions that it may go.
 
 A rule is given the gradients of a step and the layers with their factors. It never measures statistics, and nothing
 that does knows which rule there is. A new rule is one file with a subclass of `StepRule`, which `BPRONG` makes.
@@ -6,11 +6,13 @@ that does knows which rule there is. A new rule is one file with a subclass of `
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from bprong.capture.batches import Batch
@@ -19,15 +21,18 @@ from bprong.checks import positive
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.random_numbers import mixed
 from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.moments import to_float64
 from bprong.optim.fallback import States
 from bprong.optim.options import Options
 from bprong.parallel.processes import Ranks
+from bprong.parallel.slices import is_sliced, local, summed
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import EARLY_PARTS
 from bprong.whitening.side import Side, SideName
 
 Group = dict[str, Any]
+Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
 
 
 @dataclass
@@ -222,3 +227,62 @@ class RuleWithDamping(StepRule):
     def damping(self, layer: Layer, side: Side) -> Damping:
         damping = self._damping[side.name]
         return side.damping_for_few(damping) if self._few else damping
+
+
+# Products of directions -----------------------------------------------------------------------------------------------
+
+
+def dot(a: Direction, b: Direction) -> float:
+    """The dot product over the parameters of both, and over all slices of them; of complex ones, over both parts.
+
+    >>> p, q = torch.zeros(2), torch.zeros(1)
+    >>> dot({p: torch.tensor([1.0, 2.0]), q: torch.ones(1)}, {p: torch.tensor([3.0, 4.0])})
+    11.0
+    """
+    pairs = [(a[p], b[p]) for p in b if p in a]
+    is_sharded = bool(pairs) and type(pairs[0][0]) is not Tensor and is_sliced(pairs[0][0])
+    if is_sharded:
+        pairs = [(local(x), local(y)) for x, y in pairs]
+    total = sum(products(pairs))
+    return summed(total, a.values()) if is_sharded else total
+
+
+def products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """The dot product of each pair of tensors; they are read at once."""
+    scalars = []
+    for x, y in pairs:
+        is_plain = x.dtype is y.dtype and not x.is_complex()
+        scalars.append(x.flatten().dot(y.flatten()) if is_plain else _mixed(x, y))
+    numbers = read(scalars)
+    for i, product in enumerate(numbers):
+        if not math.isfinite(product):  # the sum may have overflowed
+            numbers[i] = float(_mixed(*map(to_float64, pairs[i])))
+    return numbers
+
+
+def _mixed(x: Tensor, y: Tensor) -> Tensor:
+    """The product of tensors that are complex or differ in precision."""
+    return (x.conj() * y).sum().real
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """The values of 0-dimensional tensors, which takes one synchronisation with their device."""
+    if not numbers:
+        return []
+    if len({(x.dtype, x.device) for x in numbers}) > 1:
+        numbers = [x.to("cpu", torch.float64) for x in numbers]
+    return torch.stack(list(numbers)).tolist()
+
+
+def norm(values: Tensor, select: Callable[[Tensor], Tensor]) -> float:
+    """The length of the part of a tensor that a layer selects; of the whole tensor, if that is sharded."""
+    if local(values) is values:
+        return float(select(values).norm())
+    return math.sqrt(summed(float(local(values).square().sum()), [values]))
+
+
+def note_lengths(steps: Direction, layers: Layers) -> None:
+    """Notes how far each layer moves, for the report."""
+    for layer in layers.values():
+        if layer.weight in steps:
+            layer.step_norm = norm(steps[layer.weight], layer.linear.own)

@@ -21,10 +21,9 @@ from torch import Tensor
 from bprong.linalg.damped_inverse import Damping
 from bprong.linalg.factors import centred
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
-from bprong.optim.directions import norm
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.options import Power
-from bprong.optim.rules import Directions, Gradients, Group, RuleWithDamping, Setup
+from bprong.optim.rules import Directions, Gradients, Group, RuleWithDamping, Setup, note_lengths
 from bprong.whitening.layer import Layer, WeightAndBias
 from bprong.whitening.layers import Layers
 from bprong.whitening.side import SIDES, SideName
@@ -161,9 +160,8 @@ class Spectral(RuleWithDamping):
             if group["weight_decay"]:
                 p.mul_(1 - rates[p] * group["weight_decay"])
         torch._foreach_add_(list(steps), [step.to(p.dtype) for p, step in steps.items()])
-        for layer in layers.values() if gradients.noted else ():
-            if layer.weight in steps:
-                layer.step_norm = norm(steps[layer.weight], layer.linear.own)
+        if gradients.noted:
+            note_lengths(steps, layers)
 
 
 SMALLEST = 1e-30  # a direction shorter than this is zero

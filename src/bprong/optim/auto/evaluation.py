@@ -21,8 +21,7 @@ from bprong.likelihood.families import Likelihood
 from bprong.linalg.moments import finite
 from bprong.optim.auto.linearized import Rerun, curvature, linearized
 from bprong.optim.auto.settings import SETTINGS
-from bprong.optim.directions import Direction, gram
-from bprong.optim.rules import Group
+from bprong.optim.rules import Direction, Group, dot
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import gathered, whole
 
@@ -287,6 +286,15 @@ def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | N
 def metrics(directions: Mapping[str, Direction], groups: Mapping[Tensor, Group]) -> tuple[Tensor, Tensor]:
     """Two Gram matrices (k, k) of the directions: of their dot products, and in the metric of ½ weight_decay ‖θ‖²."""
     vectors = list(directions.values())
-    decay = {p: float(group["weight_decay"]) for p, group in groups.items()}
-    products = gram(vectors)
-    return products, gram(vectors, decay) if any(decay.values()) else torch.zeros_like(products)
+    decay = {p: float(group["weight_decay"]) for p, group in groups.items() if group["weight_decay"]}
+    penalties = [{p: d[p] * rate for p, rate in decay.items() if p in d} for d in vectors]
+    return _gram(vectors, vectors), _gram(vectors, penalties)
+
+
+def _gram(left: Sequence[Direction], right: Sequence[Direction]) -> Tensor:
+    """The symmetric matrix of their products: (k, k), float64."""
+    matrix = torch.zeros(len(left), len(left), dtype=torch.float64, device="cpu")
+    for i, x in enumerate(left):
+        for j, y in enumerate(right[: i + 1]):
+            matrix[i, j] = matrix[j, i] = dot(x, y)
+    return matrix

@@ -25,7 +25,7 @@ from bprong.capture.output import Head, laid_out
 from bprong.capture.own_pass import random_numbers, recorded_run
 from bprong.contexts import own_pass
 from bprong.likelihood.families import Likelihood
-from bprong.optim.directions import Direction
+from bprong.optim.rules import Direction
 
 
 @dataclass(frozen=True)

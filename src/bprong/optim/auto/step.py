@@ -17,9 +17,8 @@ from bprong.linalg.damped_inverse import Damping
 from bprong.optim.auto.evaluation import LossModel, metrics
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
-from bprong.optim.directions import Direction, dot, norm
 from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import Directions, Gradients, Group, Setup, StepRule
+from bprong.optim.rules import Direction, Directions, Gradients, Group, Setup, StepRule, dot, note_lengths
 from bprong.optim.spectral import DAMPING, SpectralDirections
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import local, summed
@@ -156,9 +155,8 @@ class Automatic(StepRule):
         c = rule.choose(gradients.t, slopes, evaluation, metric, lr)
         _update_(directions, c, groups, gradients.states)
         self.moved = list(groups)
-        for layer in layers.values() if gradients.noted else ():
-            if LAST in gradients.states.get(layer.weight, {}):
-                layer.step_norm = norm(gradients.states[layer.weight][LAST], layer.linear.own)
+        if gradients.noted:
+            note_lengths({p: state[LAST] for p, state in gradients.states.items() if LAST in state}, layers)
         self.pending = {} if evaluation is None else directions["whitened"]
         if evaluation is not None and evaluation.loss is not None:
             change = evaluation.loss_now() - evaluation.loss
