@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,19 @@ def assert_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> Non
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(value, after[name]), f"{name} changed"
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    """Equal keys, values and tensors at every level; NaN, which stands for no number, equals NaN."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_state(actual[key], value)
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert actual == expected
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Factors: every form multiplies as the matrix it stands for; the low-rank form keeps the error it states."""
 
-import io
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,13 +10,16 @@ from bprong.linalg import factors
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, inverse
 from bprong.linalg.factors import (
+    DESCRIPTION,
     Dense,
+    Elsewhere,
     LowRank,
+    described,
+    described_shape,
+    description,
     distance_from_white,
     exact_factor,
-    factor_of_state,
     low_rank,
-    shape_of_state,
 )
 from bprong.linalg.moments import Moments
 from helpers import assert_close, spd
@@ -95,20 +96,26 @@ def test_second_moments_are_multiplied_block_by_block(form):
 
 
 @FORMS
-def test_the_state_restores_the_factor(form):
+def test_its_tensor_and_a_description_restore_the_factor(form):
     factor, blocks = made(form)
-    file = io.BytesIO()
-    torch.save(factor.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert shape_of_state(state) == blocks.shape
-    restored = factor_of_state(state, blocks, torch.empty(0, dtype=f64))
-    assert type(restored) is type(factor)
-    assert restored.cost == factor.cost
-    assert str(restored) == str(factor)
-    M = matrix(blocks, 3, blocks.features)
-    assert torch.equal(restored.right(M), factor.right(M))
-    assert factor_of_state(state, blocks, torch.empty(0)).dtype is torch.float32
+    numbers = description(factor)
+    assert len(numbers) == DESCRIPTION
+    assert described_shape(numbers) == list(factor.tensor.shape)
+    room = torch.zeros(blocks.shape, dtype=f64)
+    room[..., : factor.tensor.shape[-1]] = factor.tensor
+    for tensor in (factor.tensor, room):  # a low-rank one may have columns of zeros to its right
+        restored = described(numbers, tensor, blocks)
+        assert type(restored) is type(factor)
+        assert restored.cost == factor.cost
+        assert str(restored) == str(factor)
+        M = matrix(blocks, 3, blocks.features)
+        assert torch.equal(restored.right(M), factor.right(M))
+
+
+def test_without_a_factor_its_description_is_zero():
+    for factor in (None, Elsewhere(1, 2, f64)):
+        assert description(factor) == [0.0] * DESCRIPTION
+    assert described([0.0] * DESCRIPTION, torch.zeros(0), Blocks(3)) is None
 
 
 @FORMS
@@ -122,13 +129,6 @@ def test_the_cost_is_the_number_of_operations_for_each_entry(form):
         assert factor.cost == 2
     else:
         assert counter.get_total_flops() == factor.cost * M.numel()
-
-
-def test_a_slice_of_a_groups_inverses_is_saved_alone():
-    several = torch.stack([spd(5, i) for i in range(50)])
-    file = io.BytesIO()
-    torch.save(Dense(several[3], Blocks(5)).state_dict(), file)
-    assert file.tell() < several.nbytes / 2
 
 
 @pytest.mark.parametrize("form", SIDES)

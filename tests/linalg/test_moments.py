@@ -230,21 +230,6 @@ def test_moments_do_not_share_memory_with_the_rows():
     assert float64_copy(z).data_ptr() != z.data_ptr()
 
 
-@pytest.mark.parametrize("centre", [True, False])
-def test_the_state_restores_the_moments(centre):
-    m = input_moments(rows(5, 3), centre)
-    state = m.state_dict()
-    found = Moments.of_state(state, torch.device("cpu"))
-    assert found.weight == m.weight
-    assert torch.equal(found.scatter, m.scatter)
-    assert (found.mean is None) == (not centre)
-    assert not centre or torch.equal(found.mean, m.mean)
-    before = state["scatter"].clone()
-    found.average_(input_moments(rows(9, 3, seed=1), centre), 0.9)
-    m.average_(input_moments(rows(9, 3, seed=1), centre), 0.9)
-    assert torch.equal(state["scatter"], before), "averages in place do not change a state that was saved or loaded"
-
-
 # Sides in blocks ------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.blocks import Limits
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
-from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
+from helpers import assert_close, assert_same_state, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
 from training import whitened
 
@@ -93,8 +93,8 @@ def test_recording_between_refreshes_measures_errors_too():
     _, _, rewhitening = whitened(5, 4, 3, average=0.5, record_every=1, backward_every=5, backward_offset=4)
     for t in range(4):
         rewhitening.step(x[t * 10 : t * 10 + 10])
-    moments = rewhitening.state_dict()["layers"]["0"]["backward"]["moments"]
-    assert moments["weight"] == 10 * (1 + 1 / 2 + 1 / 4 + 1 / 8)
+    moments = rewhitening._layers["0"].backward.moments
+    assert moments.weight == 10 * (1 + 1 / 2 + 1 / 4 + 1 / 8)
 
 
 def test_the_empirical_fisher_matrix_needs_y():
@@ -284,22 +284,11 @@ def test_the_state_of_a_network_of_other_widths_is_refused_and_changes_nothing(w
     before = copy.deepcopy(ours.state_dict())
     with pytest.raises(ValueError, match=f"layer '{layer}': the state's backward scatter has shape"):
         ours.load_state_dict(wide.state_dict())
-    assert_equal_state(ours.state_dict(), before)
+    assert_same_state(ours.state_dict(), before)
     with pytest.raises(ValueError, match="the state of a schedule has"):
         ours.load_state_dict(ours.state_dict() | {"schedule": {}})
-    assert_equal_state(ours.state_dict(), before)
+    assert_same_state(ours.state_dict(), before)
     ours.step(x)
-
-
-def assert_equal_state(actual, expected):
-    """Equal keys, values and tensors at every level."""
-    assert type(actual) is type(expected)
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_equal_state(actual[key], value)
-    else:
-        assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
 
 
 def test_the_centre_of_a_layer_of_another_width_is_refused():

@@ -221,6 +221,24 @@ def test_the_state_restores_everything_that_later_refreshes_depend_on(solver):
     assert torch.equal(restored.update(new, 0.9).scatter, side.update(new, 0.9).scatter)
 
 
+def test_averages_in_place_do_not_change_a_state_that_was_saved_or_loaded():
+    side = refreshed(Side("forward", Blocks(3)), input_moments(rows(5, 3)))
+    state = side.state_dict()
+    before = state["scatter"].clone()
+    restored = Side("forward", Blocks(3))
+    restored.load_state_dict(state, LIKE)
+    for each in (side, restored):
+        each.update(input_moments(rows(9, 3, seed=1)), 0.9)
+    assert torch.equal(state["scatter"], before)
+
+
+def test_a_slice_of_a_groups_inverses_is_saved_alone():
+    several = torch.stack([spd(5, i) for i in range(50)])
+    file = io.BytesIO()
+    torch.save(Side("forward", Blocks(5), factor=Dense(several[3], Blocks(5))).state_dict(), file)
+    assert file.tell() < several.nbytes / 2
+
+
 def test_the_state_of_a_side_that_was_never_measured_is_restored():
     restored = refreshed(Side("forward", Blocks(4)), input_moments(rows(10, 4)))
     restored.load_state_dict(Side("forward", Blocks(4)).state_dict(), LIKE)

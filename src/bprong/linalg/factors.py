@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,29 +42,19 @@ class Factor(ABC):
 
     cost:          operations that a product takes for each entry of the matrix it is applied to
     dtype:         of the factor
-    tensor_names, number_names
-                   the attributes that it is made of, for state, exchange between processes and checkpoints: one tensor,
-                   and up to two numbers
+    kind:          a number for its class in checkpoints; 0: the factor itself is not here
+    tensor, numbers
+                   what it is made of, for exchange between processes and checkpoints: one tensor, up to two numbers
     """
 
     cost: int
     dtype: torch.dtype
-    tensor_names: ClassVar[tuple[str, ...]] = ()
-    number_names: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[int] = 0
+    tensor: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that it is made of, by name."""
-        return {name: getattr(self, name) for name in self.tensor_names}
-
-    def numbers(self) -> dict[str, float]:
-        """The numbers that it is made of, by name."""
-        return {name: getattr(self, name) for name in self.number_names}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its tensors and numbers; `factor_of_state` restores the factor."""
-        # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
-        tensors = {name: own if own._base is None else own.clone() for name, own in self.tensors().items()}
-        return tensors | self.numbers()
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return ()
 
     @abstractmethod
     def left(self, M: Tensor) -> Tensor:
@@ -90,10 +80,10 @@ class Dense(Factor):
     The products of blocks of one coordinate are taken by elements.
     """
 
-    tensor_names = ("inverse",)
+    kind = 1
 
     def __init__(self, inverse: Tensor, blocks: Blocks) -> None:
-        self.inverse = inverse
+        self.inverse = self.tensor = inverse
         self.blocks = blocks
         self.cost = 2 * inverse.shape[-1]
         self.dtype = inverse.dtype
@@ -137,15 +127,18 @@ class LowRank(Factor):
             the exact step, in the metric of Ž+ε
     """
 
-    tensor_names = ("B",)
-    number_names = ("s", "error")
+    kind = 2
 
     def __init__(self, B: Tensor, s: float, error: float = 0.0) -> None:
-        self.B = B
+        self.B = self.tensor = B
         self.s = s
         self.error = error
         self.cost = 4 * B.shape[1]
         self.dtype = B.dtype
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return self.s, self.error
 
     def left(self, M: Tensor) -> Tensor:
         columns = M.reshape(len(self.B), -1)
@@ -224,32 +217,18 @@ def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | Non
     return torch.baddbmm(g_W, g_b.unsqueeze(-1), c.unsqueeze(-2), alpha=-1, out=out)
 
 
-def shape_of_state(state: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of the inverse that a factor's `state_dict` stands for."""
-    tensor, *_ = state.values()
-    return (*tensor.shape[:-1], tensor.shape[-2])
-
-
-def factor_of_state(state: Mapping[str, Any], blocks: Blocks, like: Tensor) -> Factor:
-    """The factor whose `state_dict` this is."""
-    tensor, *numbers = state.values()
-    return LowRank(tensor.to(like), *numbers) if numbers else Dense(tensor.to(like), blocks)
-
-
 # Numbers that describe a factor, so that it can be restored from its tensor -------------------------------------------
 
-KINDS: tuple[type[Factor], ...] = (Dense, LowRank)
-DESCRIPTION = 6  # which kind it is (0: none), up to three sizes of its tensor, up to two numbers
+DESCRIPTION = 6  # its kind (0: none), up to three sizes of its tensor, up to two numbers
 
 
 def description(factor: Factor | None) -> list[float]:
     """DESCRIPTION numbers; zeros if there is no factor here."""
-    if not isinstance(factor, KINDS):
+    if factor is None or not factor.kind:
         return [0.0] * DESCRIPTION
-    (tensor,) = factor.tensors().values()
-    sizes = [*tensor.shape, 0, 0][:3]
-    values = [*factor.numbers().values(), 0.0, 0.0][:2]
-    return [KINDS.index(type(factor)) + 1.0, *map(float, sizes), *values]
+    sizes = [*factor.tensor.shape, 0, 0][:3]
+    numbers = [*factor.numbers, 0.0, 0.0][:2]
+    return [float(factor.kind), *map(float, sizes), *numbers]
 
 
 def described_shape(numbers: Sequence[float]) -> list[int]:
@@ -257,12 +236,15 @@ def described_shape(numbers: Sequence[float]) -> list[int]:
     return [int(size) for size in numbers[1:4] if size]
 
 
-def described_state(numbers: Sequence[float], tensor: Tensor) -> dict[str, Any] | None:
-    """The `state_dict` of a factor that was described; None if there is none."""
-    if not numbers[0]:
-        return None
-    kind = KINDS[int(numbers[0]) - 1]
-    return dict(zip(kind.tensor_names + kind.number_names, [tensor, *numbers[4:]], strict=False))
+def described(numbers: Sequence[float], tensor: Tensor, blocks: Blocks) -> Factor | None:
+    """The factor that was described, from its tensor; None if there is none.
+
+    tensor: it may have further columns to the right of those of the factor
+    """
+    kind, *_ = numbers
+    if kind == LowRank.kind:
+        return LowRank(tensor[..., : described_shape(numbers)[-1]].contiguous(), *numbers[4:])
+    return Dense(tensor, blocks) if kind == Dense.kind else None
 
 
 def exact_factor(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Factor:

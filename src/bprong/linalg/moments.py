@@ -9,9 +9,7 @@ rows than features, whose rank rounding would hide, averages, and what is comput
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,16 +119,6 @@ class Moments:
             else:
                 add_outer(scatter, difference, difference, between, out=scatter)
         return replace(self, weight=weight, mean=mean)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the numbers, since averages change in place."""
-        return {"weight": self.weight, "mean": self.mean, "scatter": self.copy().values}
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any], device: torch.device) -> Moments:
-        """Return moments from a copy of what `state_dict` returned."""
-        mean = state["mean"]
-        return cls(state["weight"], None if mean is None else mean.to(device), state["scatter"].to(device, copy=True))
 
 
 class Sums:

@@ -7,8 +7,8 @@ and NaN stands for a number that is not known yet. Each parameter has an entry K
     moved, has_pending
                whether the last step moved it, and whether it has a pending direction (lr="auto")
     pending    that direction
-    layers     of a weight, or of a bias whose weight is not trained: by number, the moments, factors and centres of its
-               layers, and a tensor of numbers about them
+    layers     of a weight, or of a bias whose weight is not trained: by number, the states of its layers, and a tensor
+               that tells whether each is whitened and centred
     optimizer  of the first parameter: by the class of the optimizer and by its step rule, the numbers of the schedule
                and of the rule
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,74 +25,65 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bprong.linalg.factors import DESCRIPTION, described_shape, described_state, description
 from bprong.linalg.moments import feature_means, float64_device
-from bprong.parallel.slices import Sharding
+from bprong.optim.rules import StepRule
 from bprong.whitening.layer import Layer
+from bprong.whitening.refresh import Whitening
 from bprong.whitening.side import Side
 
 KEY = "bprong"
 State = dict[str, Any]
 
 
-def packed(
-    parameters: Sequence[Tensor], layers: Sequence[Layer], demoted: Collection[str], schedule: State, rule: State,
-    kinds: tuple[str, str],
-) -> list[State]:  # fmt: skip
-    """An entry for each parameter.
+def packed(kind: str, parameters: list[Tensor], whitening: Whitening, rule: StepRule) -> list[State]:
+    """An entry for each parameter; to be called by all ranks.
 
-    layers:   all layers that the optimizer could whiten
-    demoted:  the names of those that follow the fallback rule, and have no state
-    schedule: the state of the schedule
-    rule:     that of the step rule
-    kinds:    the names of the classes of the optimizer and of its rule
+    kind: the name of the class of the optimizer
     """
-    rule = dict(rule)
-    flags = rule.pop("moved", [False] * len(parameters))
-    directions = rule.pop("pending", [])
+    numbers = rule.state_dict(parameters)
+    flags = numbers.pop("moved", [False] * len(parameters))
+    directions = numbers.pop("pending", [])
     entries: list[State] = [{"moved": flag} for flag in flags]
     for entry, p, direction in zip(entries, parameters, directions, strict=bool(directions)):
         entry["has_pending"] = direction is not None
         entry["pending"] = torch.zeros_like(p) if direction is None else direction
-    for layer, (place, number) in _places(parameters, layers).items():
-        entries[place].setdefault("layers", {})[number] = _packed_layer(layer, layer.name not in demoted)
-    kind, rule_kind = kinds
-    entries[0]["optimizer"] = {kind: {rule_kind: tree_map(_without_none, {"schedule": schedule, "rule": rule})}}
+    for layer, (place, number) in _places(parameters, whitening).items():
+        entries[place].setdefault("layers", {})[number] = _packed_layer(layer, whitening)
+    numbers = {"schedule": whitening.schedule.state_dict(), "rule": numbers}
+    entries[0]["optimizer"] = {kind: {rule.kind: tree_map(_without_none, numbers)}}
     return entries
 
 
 def unpacked(
-    parameters: Sequence[Tensor], layers: Sequence[Layer], entries: Mapping[int, State], kinds: tuple[str, str]
-) -> tuple[State, State]:
-    """The states of the whitening and of the rule; raises ValueError if they are those of another kind of optimizer.
+    kind: str, parameters: list[Tensor], whitening: Whitening, rule: StepRule, entries: Mapping[int, State]
+) -> tuple[State, State, dict[str, State]]:
+    """The states of the schedule, of the rule and of each layer, which is empty if it follows the fallback rule.
 
-    kinds: the names of the classes of the optimizer and of its step rule
+    Raises ValueError if they are those of another kind of optimizer, or of another model.
     """
-    numbers = _numbers_of(entries, *kinds)
-    rule = numbers.get("rule", {})
+    numbers = _numbers_of(entries, kind, rule.kind)
+    rule_state = numbers.get("rule", {})
     if any("pending" in entry for entry in entries.values()):
-        rule["moved"] = []
-        rule["pending"] = []
-        for i in range(len(parameters)):
-            entry = entries.get(i, {"moved": False, "has_pending": False})
-            rule["moved"].append(bool(entry["moved"]))
-            rule["pending"].append(entry["pending"] if entry["has_pending"] else None)
-    places = _places(parameters, layers)
+        by_place = [entries.get(i, {}) for i in range(len(parameters))]
+        rule_state["moved"] = [bool(entry.get("moved")) for entry in by_place]
+        rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in by_place]
     saved = {}
     for i, entry in entries.items():
         for number, packed_layer in entry.get("layers", {}).items():
             saved[i, number] = packed_layer
+    places = _places(parameters, whitening)
     if saved.keys() != set(places.values()):
         raise ValueError(f"the state has {len(saved)} layers, and this model has {len(places)} that are whitened")
-    whitening: State = {"schedule": numbers["schedule"], "demoted": [], "layers": {}}
-    for layer in layers:
-        # Without a place it is not this optimizer's to train.
-        state = _unpacked_layer(layer, saved[places[layer]]) if layer in places else layer.state_dict()
-        if state is None:
-            whitening["demoted"].append(layer.name)
-        else:
-            whitening["layers"][layer.name] = state
-    return whitening, rule
+    layers = {}
+    for layer, place in places.items():
+        state = dict(saved[place])
+        whitened, centred = state.pop("numbers").tolist()
+        if not centred:
+            del state["c"]
+        layers[layer.name] = state if whitened else {}
+        if whitened:
+            layer.check_state(state)
+    return numbers["schedule"], rule_state, layers
 
 
 def _numbers_of(entries: Mapping[int, State], kind: str, rule_kind: str) -> State:
@@ -113,22 +104,18 @@ def _numbers_of(entries: Mapping[int, State], kind: str, rule_kind: str) -> Stat
     return cast(State, tree_map(_with_none, numbers))
 
 
-def check_demoted(
-    parameters: Sequence[Tensor], layers: Sequence[Layer], demoted: Sequence[str], state_dict: State
-) -> None:
+def check_demoted(parameters: Sequence[Tensor], demoted: Sequence[Layer], state_dict: State) -> None:
     """Raises ValueError if layers that follow the fallback rule have no averages for it.
 
-    demoted:    the names of these layers
     state_dict: torch's own
     """
-    chosen = [layer for layer in layers if layer.name in demoted]
     averaged = set()
     for p, name in zip(parameters, _names(state_dict), strict=False):
         if "exp_avg" in state_dict["state"].get(name, {}):
             averaged.add(p)
-    if chosen and averaged.isdisjoint(p for layer in chosen for p in layer.parameters):
+    if demoted and averaged.isdisjoint(p for layer in demoted for p in layer.parameters):
         raise ValueError(
-            f"the state lacks Adam's averages of layer {chosen[0].name!r}, which was left to the fallback rule during "
+            f"the state lacks Adam's averages of layer {demoted[0].name!r}, which was left to the fallback rule during "
             f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
         )
 
@@ -164,7 +151,7 @@ def _names(state_dict: State) -> list[Any]:
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _places(parameters: Sequence[Tensor], layers: Sequence[Layer]) -> dict[Layer, tuple[int, str]]:
+def _places(parameters: Sequence[Tensor], whitening: Whitening) -> dict[Layer, tuple[int, str]]:
     """The place of the parameter whose entry has a layer, and the number that it has there.
 
     That is its weight or, if that is not trained, its bias; without either, a layer has no place.
@@ -172,7 +159,7 @@ def _places(parameters: Sequence[Tensor], layers: Sequence[Layer]) -> dict[Layer
     indices = {p: i for i, p in enumerate(parameters)}
     counts = Counter[int]()
     places = {}
-    for layer in layers:
+    for layer in [*whitening.layers.values(), *whitening.demoted.values()]:
         trained = [indices[p] for p in layer.parameters if p in indices]
         if trained:
             place = trained[0]
@@ -181,81 +168,34 @@ def _places(parameters: Sequence[Tensor], layers: Sequence[Layer]) -> dict[Layer
     return places
 
 
-def exchanged_layers(
-    entries: list[State], parameters: Sequence[Tensor], layers: Sequence[Layer], sharding: Sharding
-) -> list[State]:
-    """The entries with each layer from the rank that owns it; to be called by all ranks."""
-    for layer, (place, number) in _places(parameters, layers).items():
-        if layer.name in sharding.owners:
-            receive = partial(sharding.ranks.received, owner=sharding.owners[layer.name])
-            own_layers = entries[place]["layers"]
-            own_layers[number] = tree_map(receive, tree_map(torch.clone, own_layers[number]))
-    return entries
-
-
-def _packed_layer(layer: Layer, whitened: bool) -> State:
-    """The tensors of a layer; whitened: False if it follows the fallback rule."""
+def _packed_layer(layer: Layer, whitening: Whitening) -> State:
+    """The state of a layer, with zeros where it has nothing; if it has an owner, from that rank."""
+    state = layer.state_dict()
+    flags = [layer.name in whitening.layers, layer.c is not None]
     inputs = layer.linear.inputs
-    no_centre = feature_means(layer.like.new_zeros(inputs.shape[:-1]), inputs)
-    entry: State = {
-        "numbers": torch.tensor([whitened, layer.c is not None], dtype=torch.float64, device="cpu"),
-        "c": no_centre if layer.c is None else layer.c,
-    }
+    c = feature_means(layer.like.new_zeros(inputs.shape[:-1]), inputs)
+    entry: State = {"numbers": torch.tensor(flags, dtype=torch.float64, device="cpu"), "c": _filled(c, state.get("c"))}
     for side in layer.sides:
-        entry[side.name] = _packed_side(side, layer.like)
+        entry[side.name] = _packed_side(side, state[side.name], layer.like)
+    sharding = whitening.layers.sharding
+    if sharding is not None and layer.name in sharding.owners:
+        entry = tree_map(partial(sharding.ranks.received, owner=sharding.owners[layer.name]), entry)
     return entry
 
 
-def _packed_side(side: Side, like: Tensor) -> State:
-    """Its moments and factor, with zeros where there are none, and all numbers in one tensor."""
+def _packed_side(side: Side, state: Mapping[str, Tensor], like: Tensor) -> State:
     shape = side.blocks.shape
     scatter = torch.zeros(shape, dtype=torch.float64, device=float64_device(like))
-    mean = scatter.new_zeros(shape[:-1])
-    numbers = [*side.numbers().values(), None, False]
-    moments = side.moments
-    if moments is not None:
-        numbers[-2:] = [moments.weight, moments.mean is not None]
-        mean = mean if moments.mean is None else moments.mean
-        scatter = (
-            scatter if moments.diagonal else moments.copy().values
-        )  # of another rank's layers the diagonal is here
-    factor = like.new_zeros(shape)
-    for tensor in () if side.factor is None else side.factor.tensors().values():
-        factor[..., : tensor.shape[-1]] = tensor  # of low rank: its columns, and zeros to the right of them
-    values = [*map(_without_none, numbers), *description(side.factor)]
-    return {
-        "scatter": scatter,
-        "mean": mean,
-        "factor": factor,
-        "numbers": torch.tensor(values, dtype=torch.float64, device="cpu"),
-    }
+    room = {"scatter": scatter, "mean": scatter.new_zeros(shape[:-1]), "factor": like.new_zeros(shape)}
+    entry = {name: _filled(zeros, state.get(name)) for name, zeros in room.items()}
+    return entry | {"numbers": state["numbers"]}
 
 
-def _unpacked_layer(layer: Layer, entry: State) -> State | None:
-    """The state of a layer; None if it follows the fallback rule."""
-    whitened, centred = entry["numbers"].tolist()
-    if not whitened:
-        return None
-    sides = {side.name: _unpacked_side(side, entry[side.name]) for side in layer.sides}
-    return {"c": entry["c"] if centred else None} | sides
-
-
-def _unpacked_side(side: Side, entry: State) -> State:
-    values = entry["numbers"].tolist()
-    described = values[-DESCRIPTION:]
-    *numbers, weight, has_mean = map(_with_none, values[:-DESCRIPTION])
-    moments = None
-    if weight is not None:
-        moments = {"weight": weight, "mean": entry["mean"] if has_mean else None, "scatter": entry["scatter"]}
-    factor = entry["factor"]
-    columns = described_shape(described)[-1:]
-    if columns and columns[0] < factor.shape[-1]:
-        factor = factor[..., : columns[0]].clone()
-    return {
-        "moments": moments,
-        "factor": described_state(described, factor),
-        "numbers": dict(zip(side.numbers(), numbers, strict=True)),
-    }
+def _filled(zeros: Tensor, values: Tensor | None) -> Tensor:
+    """Zeros with some values in their first columns, as a factor of low rank has them."""
+    if values is not None:
+        zeros[..., : values.shape[-1]] = values
+    return zeros
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------

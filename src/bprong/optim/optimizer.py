@@ -20,14 +20,7 @@ from bprong.linalg.blocks import Limits
 from bprong.linalg.damped_inverse import Damping
 from bprong.optim.advice import check_model
 from bprong.optim.auto.step import Automatic
-from bprong.optim.checkpoint import (
-    check_demoted,
-    exchanged_layers,
-    packed,
-    unpacked,
-    with_entries,
-    without_entries,
-)
+from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
 from bprong.optim.fixed_rate import FixedRate
 from bprong.optim.options import Options
 from bprong.optim.report import Report, layer_row
@@ -226,35 +219,18 @@ class BPRONG(SteppingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
-        parameters = self._parameters
-        layers = self._all_layers()
-        whitening = self._whitening
-        rule = self._rule.state_dict(parameters)
-        entries = packed(parameters, layers, whitening.demoted, whitening.schedule.state_dict(), rule, self._kinds)
-        if whitening.layers.sharding is not None:
-            entries = exchanged_layers(entries, parameters, layers, whitening.layers.sharding)
+        entries = packed(type(self).__name__, self._parameters, self._whitening, self._rule)
         return with_entries(super().state_dict(), entries)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; the state of another model is refused."""
         parameters = self._parameters
-        layers = self._all_layers()
+        whitening = self._whitening
         entries, others = without_entries(state_dict)
-        whitening, rule = unpacked(parameters, layers, entries, self._kinds)
-        self._whitening.check_state(whitening)
-        check_demoted(parameters, layers, whitening["demoted"], others)
+        schedule, rule, layers = unpacked(type(self).__name__, parameters, whitening, self._rule, entries)
+        check_demoted(parameters, [layer for name, layer in whitening.layers.items() if layers.get(name) == {}], others)
         super().load_state_dict(others)
         self._rule.load_state_dict(rule, parameters)
-        self._whitening.load_state_dict(whitening)
+        whitening.load_state_dict(schedule, layers)
         self._ranks.before = None  # a checkpoint may have been made by another number of processes
         self._forget()
-
-    @property
-    def _kinds(self) -> tuple[str, str]:
-        """What a state is refused by, if it is that of another optimizer."""
-        return type(self).__name__, self._rule.kind
-
-    def _all_layers(self) -> list[Layer]:
-        """All layers that could be whitened: those that are, and those that were left to the fallback rule."""
-        demoted = self._layers().values() if self._whitening.demoted else ()
-        return [*self._whitening.layers.values(), *(one for one in demoted if one.name in self._whitening.demoted)]

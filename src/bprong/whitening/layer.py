@@ -18,7 +18,7 @@ from bprong.capture.measure import LayerMoments
 from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
 from bprong.linalg.damped_inverse import RootSolver
-from bprong.linalg.factors import Factor, shape_of_state
+from bprong.linalg.factors import Factor
 from bprong.linalg.moments import Moments, feature_means
 from bprong.whitening.side import Side, Solver
 
@@ -148,35 +148,34 @@ class Layer:
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only."""
-        return {"c": self.c} | {side.name: side.state_dict() for side in self.sides}
+        """Tensors only."""
+        state: dict[str, Any] = {side.name: side.state_dict() for side in self.sides}
+        return state if self.c is None else state | {"c": self.c}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if a state belongs to a layer of another shape."""
         for side in self.sides:
-            saved = state.get(side.name, {})
-            shapes = {
-                "factor": saved.get("factor") and shape_of_state(saved["factor"]),
-                "scatter": saved.get("moments") and tuple(saved["moments"]["scatter"].shape),
-            }
-            for kind, shape in shapes.items():
-                if side.name not in state or shape not in (None, side.blocks.shape):
+            shape = side.blocks.shape
+            saved = state.get(side.name, {"factor": torch.empty(0)})
+            for kind in ("factor", "scatter"):
+                if kind in saved and saved[kind].shape[:-1] != shape[:-1]:
                     raise ValueError(
-                        f"layer {self.name!r}: the state's {side.name} {kind} has shape {shape}, and this layer's has "
-                        f"{side.blocks.shape}"
+                        f"layer {self.name!r}: the state's {side.name} {kind} has shape {tuple(saved[kind].shape)}, "
+                        f"and this layer's has {shape}"
                     )
+        c = state.get("c")
         inputs = self.linear.inputs.groups * self.linear.inputs.features
-        if state["c"] is not None and state["c"].numel() != inputs:
+        if c is not None and c.numel() != inputs:
             raise ValueError(
-                f"layer {self.name!r}: the state's centre has shape {tuple(state['c'].shape)}, and this layer has "
-                f"{inputs} inputs"
+                f"layer {self.name!r}: the state's centre has shape {tuple(c.shape)}, and this layer has {inputs} "
+                f"inputs"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         like = self.like
         for side in self.sides:
             side.load_state_dict(state[side.name], like)
-        self.c = None if state["c"] is None else state["c"].to(like)
+        self.c = state["c"].to(like) if "c" in state else None
 
 
 def _zeros_once(into: dict[Tensor, Tensor], parameter: Tensor, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from bprong.linalg.factors import (
     DESCRIPTION,
     Elsewhere,
     Factor,
+    described,
     described_shape,
-    described_state,
     description,
-    factor_of_state,
 )
 from bprong.linalg.moments import Moments, float64_device
 from bprong.parallel.moments import merged
@@ -151,7 +150,7 @@ def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side,
     table = ranks.table(NUMBERS * len(pending), numbers).view(ranks.size, -1, NUMBERS)
     factors: dict[Side, Factor | WhiteningError] = {}
     for i, (side, owner) in enumerate(owners.items()):
-        *described, skip, next_skip, cost = table[owner, i].tolist()
+        *numbers_of_factor, skip, next_skip, cost = table[owner, i].tolist()
         side.backoff = Backoff(int(skip), int(next_skip))
         factor = computed.get(side)
         like = pending[side][0].like
@@ -159,21 +158,19 @@ def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side,
             failure = WhiteningError(f"rank {owner}, which factors it, could not do so")
             factors[side] = failures.get(side, failure)
         elif layers.sharding is None:
-            factors[side] = _received(ranks, owner, factor, described, side.blocks, like)
+            factors[side] = _received(ranks, owner, factor, numbers_of_factor, side.blocks, like)
         else:
             factors[side] = factor or Elsewhere(owner, int(cost), like.dtype)
     return factors
 
 
 def _received(
-    ranks: Ranks, owner: int, factor: Factor | None, described: Sequence[float], blocks: Blocks, like: Tensor
+    ranks: Ranks, owner: int, factor: Factor | None, numbers: Sequence[float], blocks: Blocks, like: Tensor
 ) -> Factor:
     """Return the factor that its owner has, and that the others know the description of."""
-    tensor = like.new_empty(described_shape(described))
-    if factor is not None:
-        (tensor,) = factor.tensors().values()
-    state = described_state(described, ranks.received(tensor, owner))
-    return factor or factor_of_state(cast(dict[str, Any], state), blocks, like)
+    tensor = like.new_empty(described_shape(numbers)) if factor is None else factor.tensor
+    received = ranks.received(tensor, owner)
+    return factor or cast(Factor, described(numbers, received, blocks))
 
 
 # Sharding -------------------------------------------------------------------------------------------------------------

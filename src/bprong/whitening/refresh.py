@@ -7,7 +7,7 @@ modified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -95,8 +95,7 @@ class Whitening:
     given:     the parameters of the optimizer; those that require gradients are trained
     due:       whether the schedule asks for a measurement at this step; `next_due` is the next such step
     covered:   the parameters of all layers
-    demoted:   the names of layers that follow the fallback rule, since not every use of their weight can be recorded;
-               `reasons` says so for each of their parameters
+    demoted:   layers that follow the fallback rule, since not every use of their weight can be recorded, by name
     unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
                trained. The first step that trains one measures it, so that it does not follow its plain gradient
     ranks:     the processes that train the model together
@@ -111,8 +110,7 @@ class Whitening:
         self.layers = layers
         self.schedule = schedule
         self.covered = layers.parameters
-        self.demoted: list[str] = []
-        self.reasons: dict[Tensor, str] = {}
+        self.demoted: dict[str, Layer] = {}
         self.unused: set[str] = set()
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
         self._is_sharded = is_sharded
@@ -211,45 +209,39 @@ class Whitening:
                 f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "
                 f"the layers that they were said to be like. See transposed= and stacked= of bprong.register"
             )
-        for name in [*missed, *(name for name, found in first.items() if found.unexplained)]:
-            self.demote(name)
-        return {name: found for name, found in measured.items() if name in self.layers and name not in new - called}
-
-    def demote(self, name: str, quiet: bool = False) -> None:
-        """Leaves a layer, and every layer that shares a parameter with it, to the fallback rule."""
-        if name not in self.layers:
-            return
-        layer = self.layers.pop(name)
-        self.layers.changed()
-        self.demoted.append(name)
-        self.covered -= set(layer.parameters)
-        self.reasons |= dict.fromkeys(layer.parameters, SEEN_IN_PART)
-        if not quiet:
+        for layer in self.demote([*missed, *(name for name, found in first.items() if found.unexplained)]):
             warn(
-                f"layer {name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several times "
-                f"for one loss, such as once for each step of time, put these calls into one module or into "
+                f"layer {layer.name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several "
+                f"times for one loss, such as once for each step of time, put these calls into one module or into "
                 f"`with optimizer.recording()`"
             )
-        for other in list(self.layers.values()):
-            if not self.covered.issuperset(other.parameters):
-                self.demote(other.name, quiet)
+        return {name: found for name, found in measured.items() if name in self.layers and name not in new - called}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if a state does not belong to the layers of this model."""
-        if not {"schedule", "demoted", "layers"} <= set(state):
-            raise ValueError(f"the whitening state has schedule, demoted and layers; this has {sorted(state)}")
-        if set(state["layers"]) != set(self.layers) - set(state["demoted"]):
-            raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self.layers)}")
-        for name, saved in state["layers"].items():
-            self.layers[name].check_state(saved)
+    def demote(self, names: Iterable[str]) -> list[Layer]:
+        """Leaves layers, and every layer that shares a parameter with them, to the fallback rule; returns them all."""
+        parameters = {p for name in names for p in self.layers[name].parameters}
+        demoted: list[Layer] = []
+        while sharing := [layer for layer in self.layers.values() if not parameters.isdisjoint(layer.parameters)]:
+            for layer in sharing:
+                self.demoted[layer.name] = self.layers.pop(layer.name)
+                parameters.update(layer.parameters)
+            demoted += sharing
+        self.layers.changed()
+        self.covered -= parameters
+        return demoted
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.check_state(state)
-        for name in state["demoted"]:
-            self.demote(name, quiet=True)
-        self.schedule.load_state_dict(state["schedule"])
-        for name, saved in state["layers"].items():
-            self.layers[name].load_state_dict(saved)
+    @property
+    def reasons(self) -> dict[Tensor, str]:
+        """Why the parameters of layers that were left to the fallback rule follow it."""
+        return {p: SEEN_IN_PART for layer in self.demoted.values() for p in layer.parameters}
+
+    def load_state_dict(self, schedule: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restores the states of the schedule and of layers; one that is empty follows the fallback rule."""
+        self.schedule.load_state_dict(schedule)
+        self.demote([name for name, state in layers.items() if not state and name in self.layers])
+        for name, layer in self.layers.items():
+            if name in layers:
+                layer.load_state_dict(layers[name])
         self.layers.sharding = None
         self.share()
         self.layers.changed()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import astuple, dataclass, field, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping, RootSolver
 from bprong.linalg.factors import (
+    DESCRIPTION,
     Elsewhere,
     Factor,
     LowRank,
+    described,
+    description,
     distance_from_white,
     exact_factor,
-    factor_of_state,
     low_rank,
 )
 from bprong.linalg.moments import Moments, float64_device
@@ -144,28 +148,44 @@ class Side:
         self.backoff.record(factor is not None)
         return factor
 
-    def numbers(self) -> dict[str, float | None]:
-        """The numbers that later refreshes depend on, apart from those of the moments and of the factor."""
-        return {name: getattr(self, name) for name in _NUMBERS} | asdict(self.backoff)
+    # State ------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only."""
-        return {
-            "moments": None if self.moments is None else self.moments.state_dict(),
-            "factor": None if self.factor is None else self.factor.state_dict() or None,
-            "numbers": self.numbers(),
-        }
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors of its moments and of its factor, as far as they are here, and one of all numbers."""
+        numbers = [*(getattr(self, name) for name in _NUMBERS), *astuple(self.backoff), None, False]
+        state = {}
+        moments = self.moments
+        if moments is not None:
+            numbers[-2:] = [moments.weight, moments.mean is not None]
+            if moments.mean is not None:
+                state["mean"] = moments.mean
+            if not moments.diagonal:  # otherwise another process has the rest of it
+                state["scatter"] = moments.copy().values
+        if self.factor is not None and self.factor.kind:
+            # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
+            tensor = self.factor.tensor
+            state["factor"] = tensor if tensor._base is None else tensor.clone()
+        values = [math.nan if number is None else number for number in numbers]
+        state["numbers"] = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any], like: Tensor) -> None:
-        moments = state["moments"]
-        self.moments = None if moments is None else Moments.of_state(moments, float64_device(like))
-        self.factor = None if state["factor"] is None else factor_of_state(state["factor"], self.blocks, like)
-        numbers = state["numbers"]
-        self.backoff = Backoff(int(numbers["skip"]), int(numbers["next_skip"]))
-        for name, kind in _NUMBERS.items():
-            setattr(self, name, None if numbers[name] is None else kind(numbers[name]))
+    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+        """Restore what `state_dict` returned; tensors that its numbers do not speak of are ignored."""
+        values = state["numbers"].tolist()
+        *numbers, skip, next_skip, weight, has_mean = values[:-DESCRIPTION]
+        for (name, kind), number in zip(_NUMBERS.items(), numbers, strict=True):
+            setattr(self, name, None if math.isnan(number) else kind(number))
+        self.backoff = Backoff(int(skip), int(next_skip))
         self.last_drift = None
         self.failures = 0
+        self.moments = None
+        if not math.isnan(weight):
+            device = float64_device(like)
+            mean = state["mean"].to(device) if has_mean else None
+            self.moments = Moments(weight, mean, state["scatter"].to(device, copy=True))
+        self.factor = None
+        if values[-DESCRIPTION]:
+            self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
 
 
 _NUMBERS = {"refreshed_at": int, "mean_eigenvalue": float, "observations": float, "interval": int}
