@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.capture.measure import Measurement, record
+from bprong.capture.measure import record
+from bprong.capture.request import Request
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Categorical
 from bprong.likelihood.loss import declared_loss
@@ -19,8 +20,8 @@ def measure(model, x, y=None, *, loss="cross_entropy", fisher="exact", errors=No
     weights = {weight_matrix_of(name, m): m.bias is not None for name, m in layers.items()}
     likelihood = declared_loss(loss).likelihood
     names = {weight.name for weight in weights}
-    wanted = Measurement(likelihood, names, names if errors is None else errors, fisher)
-    return record(model, weights, x, y, wanted, seed=seed)
+    request = Request(weights, names, names if errors is None else errors, likelihood, fisher, seed)
+    return record(model, request, x, y)
 
 
 def brute_force_D(model, layer, x):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bprong
-from bprong.capture.measure import Measurement, record
+from bprong.capture.measure import record
+from bprong.capture.request import Request
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, classification, layers_of, mlp
@@ -21,7 +22,7 @@ def moments_of(model, x, loss="cross_entropy"):
     weights = {weight_matrix_of(name, m): True for name, m in model.named_modules() if isinstance(m, kinds)}
     likelihood = declared_loss(loss).likelihood
     names = {weight.name for weight in weights}
-    return record(model, weights, x, None, Measurement(likelihood, names, names, "exact"), seed=0)
+    return record(model, Request(weights, names, names, likelihood, "exact"), x)
 
 
 def test_without_damping_z_and_delta_are_white():

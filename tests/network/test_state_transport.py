@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import bprong
-from bprong.capture.measure import Measurement, record
+from bprong.capture.measure import record
+from bprong.capture.request import Request
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Categorical
 from bprong.linalg.damped_inverse import root_of
@@ -96,7 +97,6 @@ def test_with_changing_statistics_momentum_averages_preconditioned_gradients():
         model, optimizer, "cross_entropy", fisher="exact", forward_every=3, backward_every=2, backward_offset=1
     )
     expected = {name: OrdinaryMomentum(plain.get_submodule(name), 0.03, 0.9) for name in ("0", "2")}
-    wanted = Measurement(Categorical(), expected.keys(), expected.keys(), "exact")
     for t in range(50):
         chosen = torch.arange(t * 20, (t + 1) * 20) % 80
         rewhitening.step(x[chosen])
@@ -104,7 +104,8 @@ def test_with_changing_statistics_momentum_averages_preconditioned_gradients():
         F.cross_entropy(model(x[chosen]), y[chosen]).backward()
         optimizer.step()
         weights = {weight_matrix_of(name, own.linear): True for name, own in expected.items()}
-        seen = record(plain, weights, x[chosen], None, wanted, seed=0)
+        request = Request(weights, expected.keys(), expected.keys(), Categorical(), "exact")
+        seen = record(plain, request, x[chosen])
         plain.zero_grad()
         F.cross_entropy(plain(x[chosen]), y[chosen]).backward()
         for name, own in expected.items():

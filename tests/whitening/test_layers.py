@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.capture.measure import LayerMoments
+from bprong.capture.request import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.damped_inverse import Damping, inverse

@@ -10,7 +10,7 @@ from torch import nn
 
 import bprong
 import bprong.network.rewhitening
-from bprong.capture.measure import LayerMoments
+from bprong.capture.request import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.damped_inverse import Damping, Root

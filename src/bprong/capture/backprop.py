@@ -1,14 +1,14 @@
 """Errors δ: gradients at the output that stand for targets, propagated back to every recorded call.
 
-Also which rows of a call belong to targets that count, and whether the recorded calls explain a weight's gradient.
+Also whether the recorded calls explain a weight's gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,12 +16,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bprong.capture.calls import Call
 from bprong.capture.output import Output
-from bprong.capture.weights import WeightMatrix
+from bprong.capture.request import Fisher
 from bprong.likelihood.families import Likelihood
 from bprong.likelihood.random_numbers import generator
 from bprong.linalg.moments import float64_copy, to_float64
 
-Fisher = Literal["sampled", "exact", "empirical"]
 Take = Callable[[Call, Tensor], None]
 UNEXPLAINED = 2e-2  # relative; far above the rounding of float32, far below the effect of a use that was missed
 
@@ -60,21 +59,14 @@ def _signs(root: Tensor) -> Tensor:
     return (2 * bits - 1).to(root.dtype).view(-1, *[1] * (root.ndim - 1))
 
 
-def _normal(like: Tensor) -> Tensor:
+def normal(like: Tensor) -> Tensor:
     """Return normally distributed numbers, in the shape of another tensor."""
     return torch.empty_like(like).normal_(generator=generator())
 
 
 def of_targets(root: Tensor, counted: Tensor) -> Tensor:
-    """Return a gradient at the output, set to zero at the targets that do not count; counted: (targets,)."""
-    return (root.reshape(len(counted), -1) * counted.view(-1, 1)).view_as(root)
-
-
-def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
-    """Return a mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
-    rows = call.errors(delta).detach().flatten(1)
-    size = rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1)
-    return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
+    """Return a gradient at the output, set to zero at the targets that do not count."""
+    return (root.reshape(counted.numel(), -1) * counted.view(-1, 1)).view_as(root)
 
 
 class Graph:
@@ -136,30 +128,6 @@ class Graph:
             if delta is not None:
                 take(call, delta)
 
-    def rows_that_count(
-        self, calls: Sequence[Call], counted: Tensor, reached: Mapping[Call, Tensor]
-    ) -> dict[Call, Tensor]:
-        """Return masks (rows,) of the rows of each call that belong to targets that count.
-
-        A row belongs to the targets whose errors reach it. If none do, as behind a dead ReLU, its place decides: it
-        belongs to the target at the same place, if rows are laid out as targets are, and otherwise to those of its
-        example.
-
-        reached: the rows that errors of targets that count came back to, for those calls whose errors were measured
-        """
-        values = self.output.values
-        counted = counted.flatten()
-        masks = {call: counted.new_zeros(call.rows) for call in calls} | dict(reached)
-
-        def take(call: Call, delta: Tensor) -> None:
-            masks[call] = nonzero_rows(call, delta)
-
-        self.send_back(masks.keys() - reached.keys(), of_targets(_normal(values), counted), take)
-        targets = values.shape[:-1]
-        if counted.numel() == targets.numel():
-            counted = counted.view(targets)
-        return {call: mask | _placed(call, counted, mask) for call, mask in masks.items()}
-
     def unexplained(self, calls: Sequence[Call]) -> set[str]:
         """Return the names of weights that are used in ways that were not recorded.
 
@@ -170,25 +138,31 @@ class Graph:
         trained = [call for call in calls if call.weight.weight.requires_grad and call.edge is not None]
         if not trained or not self._nodes:
             return set()
-        root = _normal(self.output.values)
-        products: dict[WeightMatrix, Tensor | int] = dict.fromkeys((call.weight for call in trained), 0)
+        root = normal(self.output.values)
+        products: dict[str, Tensor | int] = {}
+        weights = {call.weight.name: call.weight for call in trained}
 
         def take(call: Call, delta: Tensor) -> None:
-            products[call.weight] += _product(call, delta)
+            products[call.weight.name] = products.get(call.weight.name, 0) + _product(call, delta)
 
         self.send_back(trained, root, take)
         with ExitStack() as stack:
             # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
-            for weight in products:
+            for weight in weights.values():
                 hooks = weight.weight._backward_hooks
                 if hooks:
                     stack.callback(hooks.update, dict(hooks))
                     hooks.clear()
-            gradients = self.output.gradients(root, [get_gradient_edge(weight.weight) for weight in products])
+            gradients = self.output.gradients(root, [get_gradient_edge(weight.weight) for weight in weights.values()])
         names = set()
-        for (weight, product), gradient in zip(products.items(), gradients, strict=True):
-            if gradient is not None and not _explained(weight, gradient, product):
-                names.add(weight.name)
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            if gradient is None:
+                continue
+            expected = float64_copy(weight.matrix(weight.own(gradient)))
+            difference = expected - products.get(name, 0)  # 0: no error reached a call
+            is_close = bool(difference.norm() <= UNEXPLAINED * expected.norm())
+            if not is_close and expected.isfinite().all():
+                names.add(name)
         return names
 
 
@@ -198,27 +172,6 @@ def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | Non
         delta = gradients[cast(GradientEdge, call.edge).output_nr]
         if delta is not None:
             take(call, delta)
-
-
-def _placed(call: Call, targets: Tensor, reached: Tensor) -> Tensor:
-    """Return a mask (rows,) of the rows at the place of a target that counts; reached: rows that errors came to."""
-    examples = targets.flatten(1).any(dim=1) if targets.ndim > 1 else targets
-    each = len(reached) // len(examples)
-    layouts = [reached]
-    if len(reached) == targets.numel():
-        layouts = [targets.flatten()]
-        if targets.ndim == 2:
-            layouts.append(targets.T.flatten())
-    elif len(reached) == each * len(examples) and len(examples) in call.shape[: call.feature_dim][:2]:
-        layouts = [examples.repeat_interleave(each), examples.repeat(each)]
-    # Batch-first or time-first? Take the layout that agrees with most of the rows that errors came back to.
-    return max(layouts, key=lambda layout: int((layout & reached).sum()))
-
-
-def _explained(weight: WeightMatrix, gradient: Tensor, product: Tensor | int) -> bool:
-    """Return whether a gradient is the sum of the products of all calls; 0: no error reached a call."""
-    expected = float64_copy(weight.matrix(weight.own(gradient)))
-    return bool((expected - product).norm() <= UNEXPLAINED * expected.norm()) or not expected.isfinite().all()
 
 
 def _product(call: Call, delta: Tensor) -> Tensor:
@@ -231,4 +184,4 @@ def _product(call: Call, delta: Tensor) -> Tensor:
             total[0].index_add_(1, z.to(total.device), errors[rows, 0].T)
         else:
             total += torch.einsum("rgo,rgi->goi", errors[rows], to_float64(z))
-    return total if blocks.groups > 1 else total[0]
+    return total.squeeze(0)

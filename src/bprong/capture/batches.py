@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bprong.capture.measure import LayerMoments
+from bprong.capture.request import LayerMoments
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.targets import Targets
 

@@ -60,9 +60,9 @@ class Call:
     ignored: Tensor | None = None
 
     @property
-    def is_sequence(self) -> bool:
-        """Whether its rows are positions of sequences."""
-        return self.geometry is None and len(self.shape) > 2
+    def positions(self) -> torch.Size | None:
+        """The shape (B, T) of its rows, if these are positions of sequences."""
+        return self.shape[:-1] if self.geometry is None and len(self.shape) > 2 else None
 
     @property
     def feature_dim(self) -> int:
@@ -204,6 +204,8 @@ class Calls(list[Call]):
         # If a view is changed in place, its history is that of its base from then on.
         base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a
         edge = get_gradient_edge(base) if a.requires_grad else None
+        if details.get("ignored") is not None:
+            self.note_masks(details["ignored"].view(a.shape[:-1]))
         shape = a.values().shape if a.is_nested else a.shape
         self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
 

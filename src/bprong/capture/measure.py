@@ -1,4 +1,4 @@
-"""Calls → moments: z and δ of the recorded calls of some weights.
+"""Calls → moments: z and δ of the layers of a model, measured in the passes that the user makes or in its own.
 
 δ is measured per example, for the *summed* negative log-likelihood of targets drawn from the model, so it does not
 depend on how the user's loss is reduced or scaled.
@@ -7,166 +7,85 @@ depend on how the user's loss is reduced or scaled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import Fisher, Graph, nonzero_rows, of_targets, roots_of
-from bprong.capture.calls import Call, Calls
+from bprong.capture.backprop import Graph, normal, of_targets, roots_of
+from bprong.capture.batches import Batch, Subset, copied, examples
+from bprong.capture.calls import Call, Calls, recorded_calls
 from bprong.capture.output import Head, Output
-from bprong.capture.own_pass import recorded_run
+from bprong.capture.own_pass import random_numbers, recorded_run
+from bprong.capture.padding import counted_rows, nonzero_rows
+from bprong.capture.request import LayerMoments, Request
 from bprong.capture.weights import WeightMatrix
-from bprong.likelihood.families import Likelihood
-from bprong.linalg.moments import Moments, Sums
+from bprong.contexts import own_pass, timed, without_autocast
+from bprong.likelihood.loss import Loss
+from bprong.likelihood.random_numbers import drawing, mixed
+from bprong.likelihood.targets import Targets
+from bprong.linalg.moments import Sums
+from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import is_sliced
 
 
-@dataclass
-class LayerMoments:
-    """What was measured of one layer.
-
-    z, delta:     moments of its inputs and of its errors; None: not asked for, or nothing reached the layer
-    called:       whether it was called
-    empty:        whether it was called without any row
-    probe:        the input of its last call in a pass of our own, on which outputs of the layer can be compared
-    unexplained:  whether its weight is also used in ways that were not recorded
-    targets:      the number of targets whose errors were measured, whether they reached the layer or not
-    """
-
-    z: Moments | None = None
-    delta: Moments | None = None
-    called: bool = False
-    empty: bool = False
-    probe: Tensor | None = None
-    unexplained: bool = False
-    targets: int = 0
-
-    def merge(self, other: LayerMoments) -> LayerMoments:
-        """Return the moments of two batches, this one the earlier, as if they had been one."""
-        delta = _merged_moments(self.delta, other.delta)
-        for batch in (self, other):
-            if delta and not batch.delta:  # the errors of a batch that did not reach the layer are zero
-                delta = replace(delta, weight=delta.weight + batch.targets)
-        return LayerMoments(
-            z=_merged_moments(self.z, other.z),
-            delta=delta,
-            called=self.called or other.called,
-            empty=self.empty or other.empty,
-            probe=self.probe if other.probe is None else other.probe,
-            unexplained=self.unexplained or other.unexplained,
-            targets=self.targets + other.targets,
-        )
-
-
-def _merged_moments(earlier: Moments | None, later: Moments | None) -> Moments | None:
-    """Return the moments of two batches, one of which may have none."""
-    return earlier.merge(later) if earlier and later else earlier or later
-
-
-def merged(parts: Sequence[LayerMoments]) -> LayerMoments:
-    """The moments of several batches, as if they had been one."""
-    return reduce(LayerMoments.merge, parts)
-
-
-def gathered(
-    earlier: Mapping[str, LayerMoments], later: Mapping[str, LayerMoments]
-) -> tuple[Mapping[str, LayerMoments], Mapping[str, LayerMoments]]:
-    """Two batches, with the moments of the layers that both have moved to the later one."""
-    emptied = dict(earlier)
-    sums = dict(later)
-    for name in earlier.keys() & later.keys():
-        emptied[name] = LayerMoments(called=earlier[name].called, empty=earlier[name].empty)
-        sums[name] = earlier[name].merge(later[name])
-    return emptied, sums
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What is to be measured.
-
-    likelihood:      of the targets, given the output; None: measure inputs only
-    inputs, errors:  of which layers to measure z, and δ, by name; inputs alone need no backward pass
-    fisher:          the targets behind δ: drawn from the model, all of them, or those of the data
-    rows:            keep the rows themselves in the moments
-    verify:          find out whether all uses of the layers' weights are recorded
-    """
-
-    likelihood: Likelihood | None
-    inputs: Set[str]
-    errors: Set[str]
-    fisher: Fisher = "sampled"
-    rows: bool = False
-    verify: bool = False
+def merged(batches: Iterable[Mapping[str, LayerMoments] | None]) -> dict[str, LayerMoments]:
+    """Return the moments of several batches by layer, the earlier batches first, as if they had been one."""
+    total: dict[str, LayerMoments] = {}
+    for measured in batches:
+        for name, layer in (measured or {}).items():
+            total[name] = total[name].merge(layer) if name in total else layer
+    return total
 
 
 def record(
     model: nn.Module,
-    weights: Mapping[WeightMatrix, bool],
+    request: Request,
     x: Any,
-    y: Tensor | None,
-    wanted: Measurement,
-    *,
+    y: Tensor | None = None,
     counted: Tensor | None = None,
-    class_dim: int | None = None,
     head: Head | None = None,
-    seed: int,
+    class_dim: int | None = None,
 ) -> dict[str, LayerMoments]:
-    """Run `model` on x and measure the layers of some weights, given with whether their z is centred.
-
-    class_dim:  see `output.laid_out`
-    head:       finds the output; for the other arguments see `measure`
-    """
-    centred = {weight.name: centre for weight, centre in weights.items()}
-    needs_graph = bool(wanted.errors) or counted is not None or wanted.verify
-    with recorded_run(model, weights, x, seed, needs_graph, head) as (parts, calls):
-        measured = measure(centred, Output.of(parts, class_dim), calls, y, wanted, counted)
+    """Run `model` on x and measure its layers; head: finds the output; for class_dim see `output.laid_out`."""
+    needs_graph = bool(request.errors) or counted is not None or request.verify
+    with recorded_run(model, request.weights, x, request.seed, needs_graph, head) as (parts, calls):
+        measured = measure(request, Output.of(parts, class_dim), calls, y, counted)
         for call in calls:
             measured[call.weight.name].probe = call.z
         return measured
 
 
 def measure(
-    centred: Mapping[str, bool],
-    output: Output,
-    recorded: Calls,
-    y: Tensor | None,
-    wanted: Measurement,
-    counted: Tensor | None = None,
+    request: Request, output: Output, recorded: Calls, y: Tensor | None, counted: Tensor | None
 ) -> dict[str, LayerMoments]:
-    """The moments of recorded calls that led to an output.
+    """Return the moments of recorded calls that led to an output.
 
-    centred:     the layers to measure, by name, and whether their z is centred
-    y:           the targets of the data, used by fisher="empirical" only
-    counted:     which targets the loss counts, without the output's last dimension; None: all
+    y:        the targets of the data, used by fisher="empirical" only
+    counted:  which targets the loss counts, without the output's last dimension; None: all
     """
-    likelihood = wanted.likelihood
-    if likelihood is not None:
-        likelihood.check(output.values)
-        counted = likelihood.counted(output.values, counted)
+    if request.likelihood is not None:
+        request.likelihood.check(output.values)
+        counted = request.likelihood.counted(output.values, counted)
     graph = Graph(output)
     calls = graph.leading(recorded)
-    called = {call.weight.name for call in calls}
-    measured = {name: LayerMoments(called=name in called, empty=name in recorded.empty) for name in centred}
-    reached: dict[Call, Tensor] = {}
+    called = recorded.empty | {call.weight.name for call in calls}
+    centred = {weight.name: centre for weight, centre in request.weights.items() if weight in recorded.recorded}
+    measured = {name: LayerMoments(called=name in called) for name in centred}
     with recorded.quiet():
-        if wanted.errors and likelihood is not None:
-            roots = roots_of(output.values, y, likelihood, wanted.fisher)
-            reached = _add_errors(measured, graph, calls, roots, likelihood.targets(output.values), wanted, counted)
-        counted_rows = {} if counted is None else graph.rows_that_count(calls, counted, reached)
-        unexplained = graph.unexplained(calls) if wanted.verify else set()
-    padding = _padding(recorded.masks, calls, reached)
-    sums = {name: Sums(centre, wanted.rows) for name, centre in centred.items()}
+        reached = _add_errors(measured, request, graph, calls, y, counted)
+        unexplained = graph.unexplained(calls) if request.verify else set()
+    rows: Mapping[Call, Tensor] = {}
+    if counted is not None or reached:
+        rows = counted_rows(calls, reached, counted, output.values.shape[:-1], recorded.masks)
+    sums = {name: Sums(centre, request.rows) for name, centre in centred.items()}
     for call in calls:
-        if call.weight.name in wanted.inputs:
-            rows = counted_rows.get(call)
-            if call.is_sequence and call.shape[:-1] in padding:
-                real = ~padding[call.shape[:-1]]
-                rows = real if rows is None else rows & real
-            call.add_inputs(sums[call.weight.name], rows)
+        if call.weight.name in request.inputs:
+            call.add_inputs(sums[call.weight.name], rows.get(call))
     for name, layer in measured.items():
         layer.z = sums[name].moments() if sums[name].rows else None
         layer.unexplained = name in unexplained
@@ -175,92 +94,144 @@ def measure(
 
 def _add_errors(
     measured: Mapping[str, LayerMoments],
+    request: Request,
     graph: Graph,
     calls: Sequence[Call],
-    roots: Iterable[Tensor],
-    targets: int,
-    wanted: Measurement,
+    y: Tensor | None,
     counted: Tensor | None,
 ) -> dict[Call, Tensor]:
-    """Measures δ; returns masks (rows,) of the rows that errors came back to, of the calls where that decides."""
+    """Measure δ; return masks (rows,) of the rows that errors came back to, of the calls where that decides."""
+    values = graph.output.values
+    roots: Iterable[Tensor] = () if counted is None else [normal(values)]
+    targets = 0
+    if request.errors and request.likelihood is not None:
+        roots = roots_of(values, y, request.likelihood, request.fisher)
+        targets = request.likelihood.targets(values)
     if counted is not None:
         roots = map(partial(of_targets, counted=counted), roots)
         targets = int(counted.sum())
-    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False, keep_rows=wanted.rows))
+    else:
+        calls = [call for call in calls if call.weight.name in request.errors]
+    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False, keep_rows=request.rows))
     reached: dict[Call, Tensor] = {}
 
     def take(call: Call, delta: Tensor) -> None:
-        if counted is not None or call.is_sequence:
+        if counted is not None or call.positions is not None:
             reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
-        call.add_errors(delta, sums[call.weight.name])
+        if call.weight.name in request.errors:
+            call.add_errors(delta, sums[call.weight.name])
 
-    chosen = [call for call in calls if call.weight.name in wanted.errors]
     for root in roots:
-        graph.send_back(chosen, root, take)
-    for name in wanted.errors & measured.keys():
+        graph.send_back(calls, root, take)
+    for name in request.errors & measured.keys():
         measured[name].targets = targets
         if name in sums:
             measured[name].delta = sums[name].moments(float(targets))
     return reached
 
 
-def _padding(
-    masks: Iterable[Tensor], calls: Sequence[Call], reached: Mapping[Call, Tensor]
-) -> dict[torch.Size, Tensor]:
-    """Return which positions of sequences are padding, (rows,), by the shape of the positions.
+class Meter:
+    """Measures the layers of a model that are requested.
 
-    A mask of positions tells it: one that the model or its attention is given, as lengths or position by position, or
-    that of an embedding with a `padding_idx`. Errors tell which of its two values stands for padding: in no layer do
-    they come back to any position that has it. Errors alone cannot tell, because none come back to a position that
-    loses a maximum either.
+    request:   returns what is to be measured at this step
+    recorded:  what the user's own forward passes have measured since the last step
+    seconds:   the time spent, under "statistics"
     """
-    used: dict[torch.Size, Tensor] = {}
-    for call, rows in reached.items():
-        if call.is_sequence:
-            used[call.shape[:-1]] = rows | used.get(call.shape[:-1], False)
-    embedded = [call.ignored.view(call.shape[:-1]) for call in calls if call.ignored is not None and call.is_sequence]
-    padding: dict[torch.Size, Tensor] = {}
-    for values in (*masks, *embedded) if used else ():
-        for marked in _marked(values, used):
-            if marked.shape in used:
-                positions = marked.flatten().to(used[marked.shape].device)
-                if not bool((positions & used[marked.shape]).any()):
-                    padding[marked.shape] = positions | padding.get(marked.shape, False)
-    return padding
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        head: Head,
+        request: Callable[[], Request],
+        seconds: dict[str, float],
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.request = request
+        self.recorded: list[dict[str, LayerMoments]] = []
+        self._seconds = seconds
+        self._model = model
+        self._loss = loss
+        self._head = head
+        self._ranks = ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry no batches."""
+        return self.__dict__ | {"recorded": []}
+
+    def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> dict[str, LayerMoments]:
+        """Measure calls recorded in the user's own pass; index: of the batch, since the last step."""
+        request = self.request()
+        output = replace(output, class_dim=batch.class_dim)
+        device = output.values.device
+        seed = self._seed(request, index)
+        is_ours = type(self._loss.likelihood).__module__.startswith("bprong.")
+        numbers = drawing(seed, device) if is_ours else random_numbers(self._model, seed)  # torch's own generator
+        autocast = without_autocast(device.type)
+        with timed(self._seconds, "statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
+            return measure(request, output, calls, _data_targets(request, batch), batch.counted)
+
+    def moments(
+        self, batches: Sequence[Batch], request: Request, parameters: Mapping[Tensor, Tensor]
+    ) -> dict[str, LayerMoments]:
+        """Return the moments of the requested layers over all batches since the last step.
+
+        parameters: the whole ones of a sharded model
+
+        A batch that could not be measured in the user's own pass is run through the model again. So are all batches
+        for a layer that none of their calls reached, although it has a gradient.
+        """
+        called = {name for name, layer in merged(batch.measured for batch in batches).items() if layer.called}
+        missing = set(with_gradient(weight for weight in request.weights if weight.name not in called))
+        by_batch = list(self.recorded)
+        for i, batch in enumerate(() if by_batch else batches):
+            measured = dict(batch.measured or {})
+            is_wanted = batch.measured is None and request.is_due
+            weights = {
+                weight.of(parameters): centre
+                for weight, centre in request.weights.items()
+                if is_wanted or weight.name in missing
+            }
+            if batch.x is not None and weights:
+                measured |= self._run_again(i, batch, replace(request, weights=weights))
+            by_batch.append(measured)
+        names = {weight.name for weight in request.weights}
+        return {name: layer for name, layer in merged(by_batch).items() if name in names}
+
+    def _run_again(self, index: int, batch: Batch, request: Request) -> dict[str, LayerMoments]:
+        count = examples(batch.x)
+        x = copied(batch.x, Subset(count, count), next(iter(request.weights)).weight.dtype)
+        y = _data_targets(request, batch)
+        request = replace(request, seed=self._seed(request, index))
+        with torch.enable_grad():
+            return record(self._model, request, x, y, batch.counted, self._head, batch.class_dim)
+
+    def _seed(self, request: Request, index: int) -> int:
+        """Return the seed of the targets drawn for a batch; no other batch of this step has it, on any rank."""
+        return mixed(request.seed, index * self._ranks.size + self._ranks.rank)
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[..., None]]:
+        """Record the calls of all weights in this context; the function it yields measures an output of theirs."""
+        with recorded_calls(self.request().weights) as calls:
+
+            def measure_output(returned: Any, y: Tensor | None = None) -> None:
+                if calls.recorded:
+                    targets = None if y is None else Targets.observed(self._loss, y)
+                    output = Output.of(self._head.find(returned))
+                    self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
+                    calls.clear()
+
+            yield measure_output
 
 
-def _marked(values: Tensor, shapes: Iterable[torch.Size]) -> Iterator[Tensor]:
-    """Yield the positions, (B, T) or time-first, that a mask may mean, or that are beyond lengths of sequences (B,)."""
-    if values.ndim == 1:
-        for rows, columns in [shape for shape in shapes if len(shape) == 2]:
-            if len(values) == rows:
-                yield torch.arange(columns, device=values.device) >= values.unsqueeze(1)
-            if len(values) == columns:
-                yield torch.arange(rows, device=values.device).unsqueeze(1) >= values
-        return
-    mask = _as_mask(values)
-    if mask is not None:
-        yield from (mask, ~mask, mask.T, ~mask.T)
-
-
-def _as_mask(values: Tensor) -> Tensor | None:
-    """Return a tensor with two values as a mask (B, T); None: it is none.
-
-    Of attention's mask (B, …, queries, keys): the keys that any query looks at.
-    """
-    if values.numel() == 0:
-        return None
-    high = values == values.amax()
-    is_mask = bool((high | (values == values.amin())).all()) and not bool(high.all())
-    mask = high if values.ndim == 2 else high.flatten(1, -2).any(dim=1)
-    return mask if is_mask else None
-
-
-# Which layers were reached --------------------------------------------------------------------------------------------
+def _data_targets(request: Request, batch: Batch) -> Tensor | None:
+    """Return the targets of the data, if they are needed."""
+    return batch.targets.y if request.fisher == "empirical" and batch.targets is not None else None
 
 
 def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
-    """The names of the weights with a gradient, of themselves or of their bias, that is not zero, or sharded."""
+    """Return the names of the weights with a gradient, or whose bias has one, that is not zero, or sharded."""
     names = []
     for weight in weights:
         for part, parameter in ((weight.own, weight.weight), (weight.vector, weight.bias)):
@@ -269,8 +240,3 @@ def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
                 names.append(weight.name)
                 break
     return names
-
-
-def without_errors(measured: Mapping[str, LayerMoments]) -> list[str]:
-    """The names of the layers that were called and that no error came back to."""
-    return [name for name, m in measured.items() if m.called and m.delta is None]

@@ -27,8 +27,7 @@ from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.gradient_scale import GradientScale
 from bprong.capture.listener import Guard, Listener
 from bprong.capture.losses import Watch
-from bprong.capture.measure import gathered
-from bprong.capture.meter import Meter
+from bprong.capture.measure import Meter, merged
 from bprong.capture.output import TO_THE_LOSS, Head, Output, nodes_behind
 from bprong.capture.reader import BatchReader
 from bprong.capture.tape import Tape, place_of
@@ -128,7 +127,7 @@ class Recorder:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
         """When the model is called in training: what is recorded of it; None: nothing."""
-        weights = self.meter.weights() if self.measures and self.meter is not None else []
+        weights = list(self.meter.request().weights) if self.measures and self.meter is not None else []
         if not (weights or self.reads):
             return None
         self._watch.start()
@@ -263,7 +262,8 @@ class Recorder:
             # are those of all the others.
             counting = [tape for tape in finished if tape.measured and tape.batch(self.loss, self.head).counts]
             for one, following in pairwise(counting):
-                one.measured, following.measured = gathered(one.measured or {}, following.measured or {})
+                following.measured = merged([one.measured, following.measured])
+                one.measured = {}
 
 
 def _await(recorder: Recorder, tape: Tape, i: int | None, part: Any) -> None:

@@ -16,10 +16,10 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, 
 
 from bprong.capture.batches import Batch
 from bprong.capture.calls import Calls
-from bprong.capture.measure import LayerMoments
-from bprong.capture.meter import Meter
+from bprong.capture.measure import Meter
 from bprong.capture.output import TO_THE_LOSS, Head, Output, as_plain, laid_out, nodes_behind
 from bprong.capture.own_pass import Arguments, copy_of, noted_hooks
+from bprong.capture.request import LayerMoments
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.targets import LossCall, targets_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.capture.backprop import Fisher
-from bprong.capture.measure import LayerMoments, Measurement, record
+from bprong.capture.measure import record
+from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted
@@ -201,22 +201,22 @@ class Rewhitening:
         """Measure the layers on a batch; rows: keep the rows of z and δ themselves in their moments."""
         schedule = self._schedule
         centred = {layer.name: self._modules[layer.name].centred for layer in trained}
-        weights = {layer.linear: centred[layer.name] for layer in trained}
-        wanted = Measurement(
-            likelihood=self._likelihood if schedule.two_sided else None,
-            inputs=schedule.measured("forward"),
-            errors=schedule.measured("backward"),
-            fisher=schedule.settings.fisher,
-            rows=rows,
-        )
 
         def measure() -> Mapping[str, LayerMoments]:
             if x is None:
                 raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
             rank = self._ranks.rank
-            seed = mixed(schedule.seed, rank) if rank else schedule.seed
+            request = Request(
+                weights={layer.linear: centred[layer.name] for layer in trained},
+                inputs=schedule.measured("forward"),
+                errors=schedule.measured("backward"),
+                likelihood=self._likelihood if schedule.two_sided else None,
+                fisher=schedule.settings.fisher,
+                seed=mixed(schedule.seed, rank) if rank else schedule.seed,
+                rows=rows,
+            )
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
-            return record(self.model, weights, x, y, wanted, counted=counted, seed=seed)
+            return record(self.model, request, x, y, counted)
 
         return measured_by_all(self._ranks, self._layers, schedule, centred, measure, self.model.parameters)
 

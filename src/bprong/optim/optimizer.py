@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from bprong.capture.meter import Meter
+from bprong.capture.measure import Meter
 from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
@@ -145,7 +145,9 @@ class BPRONG(SteppingOptimizer):
             "weight_decay": number("weight_decay", weight_decay, 0),
         }
         self._whitening = self._whitening_of(every)
-        self._meter = Meter(self._model, self._loss, head, self._whitening, self._whitening.seconds, self._ranks)
+        self._meter = Meter(
+            self._model, self._loss, head, self._whitening.request, self._whitening.seconds, self._ranks
+        )
         self._recorder = Recorder(
             model, self._loss, head, self._meter,
             self._rule.reads_every_batch, self._rule.reruns(0),

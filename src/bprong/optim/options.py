@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from bprong.capture.backprop import Fisher
 from bprong.capture.output import Key
+from bprong.capture.request import Fisher
 from bprong.checks import integer, number, one_of
 from bprong.linalg.blocks import MAX_DIM
 from bprong.optim.fallback import Fallback

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from bprong.capture.batches import Batch
 from bprong.capture.coverage import fallback_reasons
-from bprong.capture.meter import Meter
+from bprong.capture.measure import Meter
 from bprong.capture.recorder import Recorder
 from bprong.checks import unwrapped
 from bprong.contexts import Uninterrupted, timed, without_autocast
@@ -163,9 +163,10 @@ class SteppingOptimizer(Optimizer):
         whitening = self._whitening
         whitening.share()
         request = whitening.request()
+        centred = {weight.name: centre for weight, centre in request.weights.items()}
         with timed(whitening.seconds, "statistics"), whole(self._model) as parameters:
             measured = measured_by_all(
-                self._ranks, whitening.layers, whitening.schedule, request.centred,
+                self._ranks, whitening.layers, whitening.schedule, centred,
                 partial(self._meter.moments, batches, request, parameters), whitening.gradients,
             )  # fmt: skip
         whitening.refresh(measured, self._rule.damping, _take)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bprong.capture.measure import LayerMoments
+from bprong.capture.request import LayerMoments
 from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
 from bprong.linalg.damped_inverse import RootSolver

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bprong.capture.measure import LayerMoments
+from bprong.capture.request import LayerMoments
 from bprong.errors import WhiteningError
 from bprong.linalg.blocks import Blocks
 from bprong.linalg.damped_inverse import Damping
@@ -32,7 +32,7 @@ from bprong.whitening.side import Backoff, Side
 
 Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
-FLAGS = ("measured", "called", "empty", "unexplained", "targets")  # what is exchanged about each layer of each rank
+FLAGS = ("measured", "called", "unexplained", "targets")  # what is exchanged about each layer of each rank
 NUMBERS = DESCRIPTION + 3  # what is exchanged about each factor: its description, its cost and the backoff of its side
 
 
@@ -64,7 +64,7 @@ def measured_by_all(
         row = [*divmod(schedule.base_seed, 2**32), size]
         for name in centred:
             layer = measured[name]
-            row += [name in of_this_rank, layer.called, layer.empty, layer.unexplained, layer.targets]
+            row += [name in of_this_rank, layer.called, layer.unexplained, layer.targets]
         return row
 
     table = ranks.table(3 + len(FLAGS) * len(centred), numbers)
@@ -76,11 +76,11 @@ def measured_by_all(
     schedule.base_seed = int(table[0, 0]) * 2**32 + int(table[0, 1])
     flags = table[:, 3:].sum(dim=0).view(-1, len(FLAGS)).long().tolist()
     of_all = {}
-    for name, (is_measured, called, empty, unexplained, targets) in zip(centred, flags, strict=True):
+    for name, (is_measured, called, unexplained, targets) in zip(centred, flags, strict=True):
         if is_measured:
             z, delta = _merged_sides(ranks, layers, layers[name], centred[name], measured[name])
             probe = measured[name].probe
-            of_all[name] = LayerMoments(z, delta, called > 0, empty > 0, probe, unexplained > 0, targets)
+            of_all[name] = LayerMoments(z, delta, called > 0, unexplained > 0, targets, probe)
     return of_all
 
 

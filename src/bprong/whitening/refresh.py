@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bprong.capture.measure import LayerMoments, Measurement, with_gradient, without_errors
-from bprong.capture.meter import Request
+from bprong.capture.measure import with_gradient
+from bprong.capture.request import LayerMoments, Request
 from bprong.contexts import timed
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
@@ -160,8 +160,10 @@ class Whitening:
                 weights[layer.linear] = any(p is layer.bias for p in trained)
                 verify = verify or layer.forward.moments is None
         likelihood = self._likelihood if schedule.two_sided else None
-        wanted = Measurement(likelihood, inputs, errors, schedule.settings.fisher, verify=verify)
-        return Request(weights, wanted, schedule.seed, self.due)
+        return Request(
+            weights, inputs, errors, likelihood, schedule.settings.fisher, schedule.seed,
+            verify=verify, is_due=self.due,
+        )  # fmt: skip
 
     def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper, take: Take) -> None:
         """Refreshes the layers that are due from what was measured; an error changes nothing."""
@@ -195,9 +197,9 @@ class Whitening:
     def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
         first = {name: found for name, found in measured.items() if name in new}
-        called = {name for name, found in first.items() if found.called or found.empty}
-        for name in without_errors(first):
-            if self.layers[name].backward.name in self.schedule.wanted:
+        called = {name for name, found in first.items() if found.called}
+        for name, found in first.items():
+            if found.z is not None and found.delta is None and self.layers[name].backward.name in self.schedule.wanted:
                 warn(
                     f"layer {name!r} is trained, but whitened on the side of its inputs only: no error reaches "
                     f"{name}.weight from the output that the declared loss is computed from. It reaches your loss in "

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from bprong.capture.backprop import Fisher
+from bprong.capture.request import Fisher
 from bprong.checks import number, one_of, period
 from bprong.likelihood.random_numbers import mixed
 from bprong.whitening.layer import Layer
