@@ -22,7 +22,7 @@ from bprong.capture.backprop import Graph, roots_of
 from bprong.capture.calls import Call
 from bprong.capture.output import Output
 from bprong.capture.own_pass import recorded_run
-from bprong.capture.weights import WeightMatrix, weight_matrix_of
+from bprong.capture.weights import weight_matrix_of
 from bprong.checks import takes_loss
 from bprong.likelihood.loss import Declaration, declared_loss
 from bprong.linalg.moments import finite, float64_copy
@@ -90,20 +90,19 @@ def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFa
     with recorded_run(model, weights, x, seed=0, errors=True) as (parts, calls):
         output = Output.of(parts)
         likelihood.check(output.values)
-        z_bars = {call.weight.name: _inputs(call.weight, call.z) for call in calls}
-        if len(z_bars) != len(calls):
+        if len({call.weight for call in calls}) != len(calls):
             raise ValueError(
                 "a layer is called more than once in a forward pass; the audit supports one call of each layer"
             )
-        targets = likelihood.targets(output.values)
+        z_bars = {call: _inputs(call) for call in calls}
         graph = Graph(output)
         for root in roots_of(output.values, None, likelihood, "exact"):
-            errors: dict[Call, Tensor] = {}
+            deltas: dict[Call, Tensor] = {}
             with calls.quiet():
-                graph.send_back(calls, root, errors.__setitem__)
+                graph.send_back(calls, root, deltas.__setitem__)
             for call in calls:
-                if call in errors:
-                    yield _factors(call, z_bars[call.weight.name], errors[call], targets)
+                if call in deltas:
+                    yield _factors(call, z_bars[call], deltas[call], likelihood.targets(output.values))
 
 
 def _is_supported(module: nn.Module) -> bool:
@@ -113,14 +112,13 @@ def _is_supported(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
-def _inputs(weight: WeightMatrix, z: Tensor) -> Tensor:
-    """Return z̄, or z̄† of a whitened layer: (n, rows, in+1)."""
-    z = float64_copy(z).reshape(len(z), -1, z.shape[-1])
-    if isinstance(weight.module, WhitenedLinear):
-        z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-    if weight.bias is None:
-        return z
-    return torch.cat([torch.ones_like(z[..., :1]), z], dim=-1)
+def _inputs(call: Call) -> Tensor:
+    """Return z̄, or z̄† of a whitened layer: (n, rows, in+1), or (n, rows, in) without a bias."""
+    layer = call.weight.module
+    z = float64_copy(call.z).reshape(len(call.z), -1, call.z.shape[-1])
+    if layer is not None:
+        z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
+    return z if call.weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0)
 
 
 def _factors(call: Call, z_bar: Tensor, errors: Tensor, targets: int) -> FisherFactors:
@@ -139,9 +137,11 @@ def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
 
     G̃ relates layers example by example and is left out if layers see several rows for an example.
     """
-    # ∂(−log p)/∂(b, W) for every root and example, stacked by columns as vec does: (roots, n, parameters)
-    scores = torch.cat([torch.einsum("nri,knro->knio", a.z_bar, a.delta).flatten(2) for a in layers], dim=2)
-    matrices = {"exact": torch.einsum("knp,knq->pq", scores, scores) / layers[0].targets}
+    # ∂(−log p)/∂(b, W) for every root and example, stacked by columns as vec does: (roots · n, parameters)
+    scores = torch.cat([torch.einsum("nri,knro->knio", a.z_bar, a.delta).flatten(2) for a in layers], dim=2).flatten(
+        0, 1
+    )
+    matrices = {"exact": scores.T @ scores / layers[0].targets}
     if all(a.z_bar.shape[1] == 1 for a in layers):
         rows = [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
         matrices["kronecker"] = torch.cat(rows)
@@ -162,16 +162,14 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
     eps is the precision of z and δ, whose rounding enters the matrix squared and does not count as rank.
     """
     n = len(eigenvalues)
+    double = torch.finfo(torch.float64)
     largest = float(eigenvalues.max())
-    nonzero = eigenvalues[eigenvalues > largest * n * max(torch.finfo(torch.float64).eps, eps**2)]
-    norm2 = float(eigenvalues.square().sum())
-    distance_scaled = 1.0
-    if norm2 > 0:
-        distance_scaled = max(0.0, 1 - float(eigenvalues.sum()) ** 2 / (n * norm2)) ** 0.5
+    nonzero = eigenvalues[eigenvalues > largest * n * max(double.eps, eps**2)]
+    alignment = float(eigenvalues.sum() ** 2 / eigenvalues.square().sum().clamp(min=double.tiny)) / n
     near_one = (eigenvalues >= 0.5) & (eigenvalues <= 2)
     return {
         "distance": float((eigenvalues - 1).norm()) / n**0.5,
-        "distance_scaled": distance_scaled,
+        "distance_scaled": max(0.0, 1 - alignment) ** 0.5,
         "condition": largest / float(nonzero.min()) if len(nonzero) else float("inf"),
         "rank": len(nonzero) / n,
         "near_one": float(near_one.double().mean()),
@@ -181,9 +179,8 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
 
 def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[str, float]:
     """Return the `identity_measures` of a matrix whose diagonal blocks have these sizes."""
-    layer = torch.arange(len(blocks), device=G.device).repeat_interleave(torch.tensor(blocks, device=G.device))
-    between = G[layer.unsqueeze(1) != layer].norm()
-    ratio = between / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
+    is_own = torch.block_diag(*(G.new_ones(size, size) for size in blocks))  # type: ignore[no-untyped-call]
+    ratio = (G * (1 - is_own)).norm() / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
     return identity_measures(torch.linalg.eigvalsh(G), float(ratio) ** 2, eps)
 
 
@@ -208,19 +205,17 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
             measures[kind] = matrix_measures(G, sizes, eps)
     else:
         measures["block"] = identity_measures(block_eigenvalues(sides), eps=eps)
-    white = {}
-    for name, (Z, D) in sides.items():
-        white[name] = {"z": _distance_from_white(Z), "delta": _distance_from_white(D)}
+    white = {
+        name: {side: _distance_from_white(second) for side, second in zip(("z", "delta"), moments, strict=True)}
+        for name, moments in sides.items()
+    }
     return {"parameters": sum(sizes), "matrices": measures, "layers": white}
 
 
 def block_eigenvalues(sides: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
     """Return the eigenvalues of Ğ: all products of an eigenvalue of E[z̄z̄ᵀ] and one of E[δδᵀ]."""
-    eigenvalues = []
-    for Z, D in sides.values():
-        products = torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D))
-        eigenvalues.append(products.flatten())
-    return torch.cat(eigenvalues).clamp(min=0)
+    products = [torch.outer(torch.linalg.eigvalsh(Z), torch.linalg.eigvalsh(D)).flatten() for Z, D in sides.values()]
+    return torch.cat(products).clamp(min=0)
 
 
 def _distance_from_white(second: Tensor) -> float:

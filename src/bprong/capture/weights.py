@@ -54,7 +54,7 @@ class WeightMatrix:
     transposed: bool = False
     one_hot: bool = False
     registered: bool = False
-    module: nn.Module | None = None
+    module: Any = None
 
     @property
     def is_trained(self) -> bool:

@@ -25,8 +25,8 @@ this, which starts at 1 and forgets as S does, leaves ½ … 2.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ CYCLES = 2  # times that every coordinate is damped within 1/μ steps: ε then s
 DRIFT = 2.0  # a side is anchored again once its whitened rows are this many times too long or too short, squared
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """What is remembered about one side between steps, besides its U and c, or its R.
 
     length:  running average of tr(V†ᵀV†)/d, the squared length of whitened rows per coordinate

@@ -18,15 +18,16 @@ blocks (`Blocks`), it changes block by block, and U, c and R have a leading dime
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
 from bprong.checks import one_of
 from bprong.errors import WhiteningError
@@ -61,11 +62,14 @@ class Change:
     blocks: Blocks
     s: Tensor | None = None
 
-    def velocity(self, W: Tensor, b: Tensor) -> Pair:
-        """Return parameters, or whatever is added to them, in the new coordinates."""
+    def velocity(self, W: Tensor, b: Tensor, ratio: float = 1.0) -> Pair:
+        """Return parameters, or whatever is added to them, in the new coordinates.
+
+        ratio: of the units of W to those of b
+        """
         W_new, b_new = self._apply(self.T.transposed_solve, W, b)
         if self.s is not None:
-            b_new = b_new + times_mean(W, self.s, self.blocks)
+            b_new = b_new + times_mean(W, self.s * ratio, self.blocks)
         return W_new, b_new
 
     def gradient(self, W: Tensor, b: Tensor) -> Pair:
@@ -128,13 +132,13 @@ def check_outputs(layer: nn.Module, new: Mapping[str, Tensor], probe: Tensor) ->
     if not torch.isfinite(before).all():
         raise WhiteningError("its outputs on this batch are not finite")
     dtype = torch.finfo(before.dtype)
+    limit = dtype.eps**0.5
     difference = functional_call(layer, dict(new), (probe,)) - before
     change = float64_copy(difference).norm() / float64_copy(before).norm().clamp(min=dtype.tiny)
-    if not change <= dtype.eps**0.5:  # written so that NaN is an error too
+    if not change <= limit:  # written so that NaN is an error too
         raise WhiteningError(
             f"re-whitening would change its outputs on this batch by {float(change):.1e} relative, more than "
-            f"{before.dtype} allows ({dtype.eps**0.5:.1e}); use a larger damping, which makes the change better "
-            f"conditioned"
+            f"{before.dtype} allows ({limit:.1e}); use a larger damping, which makes the change better conditioned"
         )
 
 
@@ -145,20 +149,19 @@ Transports = Mapping[str, Transport]  # by the key in the optimizer's state
 Holder = tuple[Optimizer, Transports]  # an optimizer that holds parameters, and how its state moves
 
 _ADAM: Transports = {"exp_avg": "gradient", "exp_avg_sq": "squares", "max_exp_avg_sq": "squares"}
-_KNOWN: dict[type[Optimizer], Transports] = {
+_KNOWN: dict[str, Transports] = {  # by the name in torch.optim
     # The metric of whitened coordinates is the identity, so SGD's average of gradients *is* a velocity there. Moved as
     # a velocity it keeps its meaning when the metric changes: v ← βv + P_t g in ordinary coordinates.
-    SGD: {"momentum_buffer": "velocity"},
-    Adam: _ADAM,
-    AdamW: _ADAM,
-    NAdam: _ADAM,
-    RAdam: _ADAM,
-    RMSprop: {"momentum_buffer": "velocity", "grad_avg": "gradient", "square_avg": "squares"},
-    Adagrad: {"sum": "squares"},
-}
-if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    "SGD": {"momentum_buffer": "velocity"},
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "NAdam": _ADAM,
+    "RAdam": _ADAM,
+    "RMSprop": {"momentum_buffer": "velocity", "grad_avg": "gradient", "square_avg": "squares"},
+    "Adagrad": {"sum": "squares"},
     # Muon averages gradients, and orthogonalises the average at each step: it is a gradient.
-    _KNOWN[torch.optim.Muon] = {"momentum_buffer": "gradient"}
+    "Muon": {"momentum_buffer": "gradient"},
+}
 
 
 def holders_for(
@@ -176,71 +179,69 @@ def holders_for(
 
 def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Transports:
     """Return how each tensor of the optimizer's state moves; `carry` says it for optimizers that are not known."""
-    for key, transport in (carry or {}).items():
-        one_of(f"carry[{key!r}]", transport, get_args(Transport))
-    transports = _KNOWN.get(type(optimizer)) if carry is None else carry
-    if transports is None:
+    kind = type(optimizer)
+    if carry is None and getattr(torch.optim, kind.__name__, None) is kind:  # a subclass may use a key otherwise
+        carry = _KNOWN.get(kind.__name__)
+    if carry is None:
         raise TypeError(
-            f"it is not known how the state of {type(optimizer).__name__} moves with the coordinates; supported are "
-            f"{', '.join(kind.__name__ for kind in _KNOWN)}. Say it for each tensor of its state: "
+            f"it is not known how the state of {kind.__name__} moves with the coordinates; supported are "
+            f"{', '.join(_KNOWN)}. Say it for each tensor of its state: "
             f"carry={{'momentum_buffer': 'velocity'}} moves this key like the parameters, 'gradient' like a gradient, "
             f"'squares' like squared gradients; carry={{}} if it has no state"
         )
-    return transports
-
-
-def check_state(holders: Sequence[Holder], layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError unless there is a transport for exactly those tensors that are shaped like their parameter."""
-    for name, layer in layers.items():
-        for parameter in layer.parameters():
-            for optimizer, transports in holders:
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    is_shaped = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
-                    if is_shaped != (key in transports) and value is not None:
-                        raise ValueError(
-                            f"layer {name!r}: {type(optimizer).__name__} keeps {key!r}, for which carry has "
-                            f"{transports.get(key)!r}. It must have a value for state that is shaped like the "
-                            f"parameter, and none for other state; carry is {dict(transports)}"
-                        )
+    for key, transport in carry.items():
+        one_of(f"carry[{key!r}]", transport, get_args(Transport))
+    return carry
 
 
 @torch.no_grad()
 def carry_(holders: Sequence[Holder], layer: Any, change: Change) -> None:
     """Move the optimizers' state for one layer, and its gradients if there are any, in place."""
     W = layer.weight_dagger
-    b = layer.bias_dagger
-    velocity_change = change
-    if change.s is not None:  # W enters the new b by s alone
-        velocity_change = replace(change, s=change.s * _rate_ratio(holders, W, b))
-    of_W = _tensors_of(W, holders)
-    of_b = {} if b is None else _tensors_of(b, holders)
-    for kind in of_W | of_b:
-        transport = kind[0]
-        move = getattr(velocity_change if transport == "velocity" else change, transport)
-        # Tensors of the weight and of its bias belong together in the order in which the optimizers keep them.
-        for pair in zip_longest(of_W.get(kind, []), of_b.get(kind, [])):
-            old = []
-            for tensor, like in zip(pair, (W, W.flatten(1)[:, 0]), strict=True):  # what is not kept yet is zero
-                old.append(float64_copy(torch.zeros_like(like) if tensor is None else tensor))
-            for tensor, new in zip(pair, move(*old), strict=True):
-                if tensor is not None:
-                    tensor.copy_(new)
+    moves: dict[Transport, Callable[[Tensor, Tensor], Pair]] = {
+        "velocity": partial(change.velocity, ratio=_rate_ratio(holders, W, layer.bias_dagger)),
+        "gradient": change.gradient,
+        "squares": change.squares,
+    }
+    of_W = carried_with(W, holders)
+    of_b = carried_with(layer.bias_dagger, holders)
+    for key in of_W | of_b:
+        transport, _ = key
+        old = of_W.get(key, torch.zeros_like(W)), of_b.get(key, W.new_zeros(len(W)))  # what is not kept yet is zero
+        for tensor, new in zip(old, moves[transport](*map(float64_copy, old)), strict=True):
+            tensor.copy_(new)
 
 
-def _tensors_of(parameter: Tensor, holders: Sequence[Holder]) -> dict[tuple[Transport, str], list[Tensor]]:
-    """Return what moves with a parameter, by how it moves and by where it is: in `.grad`, or in optimizers' state.
+def carried_with(
+    parameter: Tensor | None, holders: Sequence[Holder], name: str = ""
+) -> dict[tuple[Transport, int], Tensor]:
+    """Return what moves with a parameter, by how it moves and how many before it in optimizers' state move so.
 
-    Different optimizers may hold a weight and its bias under different keys: Muon's average of gradients of the weight
-    belongs to Adam's of the bias, since both move as gradients. The gradients themselves belong to each other only.
+    By this number tensors of a weight and of its bias belong together. Different optimizers may hold them under
+    different keys: Muon's average of gradients of the weight belongs to Adam's of the bias, since both move as
+    gradients. The gradients themselves, in `.grad`, have the number −1.
+
+    Raises ValueError, with the name of the layer, unless there is a transport for exactly those tensors that are shaped
+    like the parameter.
     """
-    tensors: dict[tuple[Transport, str], list[Tensor]] = {}
-    if parameter.grad is not None:
-        tensors["gradient", "grad"] = [parameter.grad]
+    if parameter is None:
+        return {}
+    tensors: dict[tuple[Transport, int], Tensor] = {}
+    counts: Counter[Transport] = Counter()
     for optimizer, transports in holders:
-        state = optimizer.state.get(parameter, {})
-        for key, transport in transports.items():
-            if state.get(key) is not None:
-                tensors.setdefault((transport, "state"), []).append(state[key])
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            is_shaped = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_shaped != (key in transports) and value is not None:
+                raise ValueError(
+                    f"layer {name!r}: {type(optimizer).__name__} keeps {key!r}, for which carry has "
+                    f"{transports.get(key)!r}. It must have a value for state that is shaped like the parameter, and "
+                    f"none for other state; carry is {dict(transports)}"
+                )
+            if is_shaped:
+                tensors[transports[key], counts[transports[key]]] = value
+                counts[transports[key]] += 1
+    if parameter.grad is not None:
+        tensors["gradient", -1] = parameter.grad
     return tensors
 
 
@@ -249,13 +250,10 @@ def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None) -> float
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    rate = 1.0
-    bias_rate = 1.0
+    rates: dict[Tensor | None, float] = {}
     for optimizer, _ in holders:
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter is W:
-                    rate = float(group["lr"])
-                elif parameter is b:
-                    bias_rate = float(group["lr"])
+            rates |= dict.fromkeys(group["params"], float(group["lr"]))
+    rate = rates.get(W, 1.0)
+    bias_rate = rates.get(b, 1.0)
     return rate / bias_rate if bias_rate else float(rate == bias_rate)

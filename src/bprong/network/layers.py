@@ -109,17 +109,18 @@ class WhitenedLayer(nn.Module):
 
     def _ordinary(self, cast_to: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return W and b, stored like the parameters and computed in the precision that `cast_to` converts these to."""
-        stored = self.weight_dagger
-        W = on_inputs(cast_to(self.U).mT.matmul, cast_to(stored), self.forward_blocks)
+        W = on_inputs(cast_to(self.U).mT.matmul, cast_to(self.weight_dagger), self.forward_blocks)
         b = cast_to(self._bias_or_zero)
         if self.R is not None:
             product = cast_to(self.R).mT.matmul
             W = on_outputs(product, W, self.backward_blocks)
             b = on_outputs(product, b, self.backward_blocks)
-        b = (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(stored)
-        layout = torch.channels_last if stored.ndim == 4 and not stored.is_contiguous() else torch.contiguous_format
-        return W.to(stored).contiguous(memory_format=layout), None if self.bias_dagger is None else b
+        stored_W = torch.empty_like(self.weight_dagger).copy_(W)
+        if self.bias_dagger is None:
+            return stored_W, None
+        return stored_W, (b - times_mean(W, cast_to(self.c), self.forward_blocks)).to(self.bias_dagger)
 
+    @torch.no_grad()
     def rewhiten_(
         self,
         side: SideName,
@@ -133,36 +134,28 @@ class WhitenedLayer(nn.Module):
         Raises WhiteningError, with nothing changed, if the matrix is singular, or if the outputs on `probe` would
         change. The mean None stands for 0. T: the change's multiplier; None: compute it, by solves of size d.
         """
-        current = self.U if side == "forward" else self.R
-        if current is None:
+        if side == "backward" and self.R is None:
             raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
         new = {"R": matrix}
         if side == "forward":
             new = {"U": matrix, "c": torch.zeros_like(self.c) if mean is None else mean}
         for name, value in new.items():
-            shape = getattr(self, name).shape
-            if value.shape != shape:  # a missing leading dimension would broadcast
-                raise ValueError(f"{name} of this layer must have shape {tuple(shape)}, not {tuple(value.shape)}")
-        T = T or quotient(float64_copy(current), float64_copy(matrix.to(current)))  # the matrix as this dtype rounds it
-        if side == "backward":
-            return self._change_(Change(T, self.backward_blocks), probe, new)
-        if not self.centred and bool(new["c"].any()):
+            stored = getattr(self, name)
+            if value.shape != stored.shape:  # a missing leading dimension would broadcast
+                raise ValueError(
+                    f"{name} of this layer must have shape {tuple(stored.shape)}, not {tuple(value.shape)}"
+                )
+            new[name] = value.to(stored)
+        if "c" in new and not self.centred and bool(new["c"].any()):
             raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
-        shift = float64_copy(new["c"].to(self.c)) - float64_copy(self.c)
-        s = (float64_copy(current) @ shift.unsqueeze(-1)).squeeze(-1)
-        return self._change_(Change(T, self.forward_blocks, s), probe, new)
-
-    @torch.no_grad()
-    def _change_(self, change: Change, probe: Tensor | None, coordinates: Mapping[str, Tensor]) -> Change:
-        """Move W† and b† by a change of coordinates and store the new U, c or R that belong to it."""
         try:
-            W_new, b_new = change.velocity(float64_copy(self.weight_dagger), float64_copy(self._bias_or_zero))
+            change = self._change_to(new, T)
+            W, b = change.velocity(float64_copy(self.weight_dagger), float64_copy(self._bias_or_zero))
         except LinAlgError as reason:  # U' or R' is singular once it is rounded to the layer's dtype
             raise WhiteningError(f"its new coordinates cannot be inverted: {reason}") from reason
-        tensors = {"weight_dagger": W_new, **coordinates}
+        new["weight_dagger"] = W.to(self.weight_dagger)
         if self.bias_dagger is not None:
-            tensors["bias_dagger"] = b_new
-        new = {name: value.to(getattr(self, name)) for name, value in tensors.items()}
+            new["bias_dagger"] = b.to(self.bias_dagger)
         if probe is not None:
             check_outputs(self, new, probe)
         for name, value in new.items():
@@ -170,34 +163,36 @@ class WhitenedLayer(nn.Module):
         torch.clear_autocast_cache()  # autocast may hold a low-precision copy of the old weight
         return change
 
+    def _change_to(self, new: Mapping[str, Tensor], T: Multiplier | None) -> Change:
+        """Return the change from the present U and c, or R, to new ones as this layer's dtype rounds them."""
+        side = "R" if "R" in new else "U"
+        matrix = float64_copy(getattr(self, side))
+        T = T or quotient(matrix, float64_copy(new[side]))
+        if side == "R":
+            return Change(T, self.backward_blocks)
+        shift = float64_copy(new["c"]) - float64_copy(self.c)
+        return Change(T, self.forward_blocks, (matrix @ shift.unsqueeze(-1)).squeeze(-1))
+
     def _load_from_state_dict(
-        self,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
+        self, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
         *rest: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load a whitened layer, or a stock one, with or without R: always the function that was saved."""
-        saved = {}
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            saved[key.removeprefix(prefix)] = state_dict.pop(key)
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        saved = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
         if "weight" in saved and saved["weight"].shape == self.weight_dagger.shape:
             if "bias" not in saved and self.bias_dagger is not None:
                 saved["bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
                 missing.append(f"{prefix}bias")
-            for name in saved.keys() & {"weight", "bias"}:
-                saved[f"{name}_dagger"] = saved.pop(name)
+            saved = {f"{name}_dagger": value for name, value in saved.items()}
             saved["U"] = identity(self.forward_blocks, saved["weight_dagger"])
             saved["c"] = saved["U"].new_zeros(self.c.shape)
-        W = saved.get("weight_dagger")
-        if W is not None and self.R is not None:  # it may have been saved without R
-            saved.setdefault("R", identity(self.backward_blocks, W))
-        elif W is not None and "R" in saved:  # saved with R, loaded without
+        if self.R is None and "R" in saved:  # saved with R, loaded without
             product = saved.pop("R").mT.matmul
             for name in saved.keys() & {"weight_dagger", "bias_dagger"}:
                 saved[name] = on_outputs(product, saved[name], self.backward_blocks)
+        elif self.R is not None and "weight_dagger" in saved:  # it may have been saved without R
+            saved.setdefault("R", identity(self.backward_blocks, saved["weight_dagger"]))
         state_dict.update({prefix + key: value for key, value in saved.items()})
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
 

@@ -97,8 +97,8 @@ class Side:
         if new.finite:
             if keep and self.moments is not None and (self.moments.mean is None) == (new.mean is None):
                 new = self.moments.average_(new, keep)
-            else:
-                new = new.copy()
+            elif keep:
+                new = new.copy()  # which the next measurement is added to, in place
             self.moments = new
             self.mean_eigenvalue = float(new.variances.mean())
         self.observations = new.weight
