@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.linalg.blocks import Blocks
+from bprong.linalg.moments import Blocks
 
 f64 = torch.float64
 FORMS = {"full": {}, "blocks": {"max_dim": 9}, "blocks of outputs": {"max_dim": 3}, "diagonal": {"max_dim": 1}}

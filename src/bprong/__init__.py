@@ -5,7 +5,7 @@ from bprong.capture.coverage import coverage
 from bprong.capture.weights import register
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.likelihood.families import Likelihood
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.network.convert import fold, whiten_
 from bprong.network.layers import WhitenedConv2d, WhitenedLinear
 from bprong.network.rewhitening import Rewhitening

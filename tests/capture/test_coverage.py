@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import bprong
 from bprong.experiments.models import digits_convnet, perceptron, sequence_transformer
-from bprong.linalg.blocks import Blocks, Limits
+from bprong.linalg.moments import Blocks, Limits
 from helpers import assert_close, quick_cases
 from training import EXACT
 

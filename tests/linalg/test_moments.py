@@ -5,15 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.damped_inverse import inverse
-from bprong.linalg.moments import (
-    Moments,
-    Sums,
-    block_rows,
-    feature_means,
-    float64_copy,
-)
+from bprong.linalg.moments import Blocks, Moments, Sums, block_rows, feature_means, float64_copy
+from bprong.linalg.roots import inverse
 from helpers import assert_close, error_moments, input_moments
 
 sizes = st.integers(min_value=1, max_value=12)

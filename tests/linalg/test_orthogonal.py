@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.factors import Dense, LowRank
+from bprong.linalg.factors import Dense
+from bprong.linalg.low_rank import LowRank
+from bprong.linalg.moments import Blocks
 from bprong.linalg.orthogonal import QUINTIC, STEPS, Metric, WhitenedMsgn, polynomial
 from helpers import assert_close
 

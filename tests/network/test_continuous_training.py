@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bprong
 from bprong import Damping, WhiteningWarning
-from bprong.linalg.damped_inverse import root_of
+from bprong.linalg.roots import root_of
 from bprong.network.continuous import centred_rows
 from bprong.network.layers import WhitenedLayer
 from helpers import assert_close, assert_unchanged, classification, input_moments, layers_of, mlp, quick_cases, snapshot

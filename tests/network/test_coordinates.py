@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import bprong
 from bprong import WhiteningError
-from bprong.linalg.blocks import Blocks
+from bprong.linalg.moments import Blocks
 from bprong.network.coordinates import Change, check_outputs, quotient
 from convolutions import f64, invertible
 from helpers import assert_close, assert_unchanged, snapshot

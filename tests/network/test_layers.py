@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bprong import WhitenedLinear, WhiteningError
-from bprong.linalg.damped_inverse import root_of
+from bprong.linalg.roots import root_of
 from helpers import assert_close, assert_unchanged, input_moments, snapshot
 
 

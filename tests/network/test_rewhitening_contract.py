@@ -11,7 +11,7 @@ from torch import nn
 
 import bprong
 from bprong.capture.weights import weight_matrices_of
-from bprong.linalg.blocks import Limits
+from bprong.linalg.moments import Limits
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
 from helpers import assert_close, assert_same_state, assert_unchanged, classification, layers_of, mlp, snapshot

@@ -9,7 +9,7 @@ from bprong.capture.measure import record
 from bprong.capture.request import Request
 from bprong.capture.weights import weight_matrix_of
 from bprong.likelihood.families import Categorical
-from bprong.linalg.damped_inverse import root_of
+from bprong.linalg.roots import root_of
 from bprong.network.coordinates import carry_, holders_for, transports_for
 from helpers import assert_close, classification, input_moments, layers_of, mlp
 

@@ -229,7 +229,7 @@ def test_a_state_loads_into_a_model_of_another_dtype(dtype):
     train(other, loaded, [(x.to(dtype), y)] * 2)
     assert loaded.report().steps == 5
     factor = loaded._whitening.layers["0"].forward.factor
-    assert factor.dtype is torch.promote_types(dtype, torch.float32)
+    assert factor.inverse.dtype is torch.promote_types(dtype, torch.float32)
     assert_close(factor.inverse, optimizer._whitening.layers["0"].forward.factor.inverse, 1e-6)
 
 

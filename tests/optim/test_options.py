@@ -12,9 +12,8 @@ from torch import nn
 
 import bprong
 from bprong import WhiteningWarning
-from bprong.linalg.factors import LowRank
+from bprong.linalg.low_rank import LOW_RANK_ERROR, LowRank
 from bprong.optim import Options, Periods
-from bprong.whitening.side import LOW_RANK_ERROR
 from helpers import classification, mlp, snapshot
 from layered import data, make
 from layered import train as train_layered

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bprong
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.optim.rules import StepRule
 from helpers import classification, mlp, snapshot
 from training import EXACT, assert_same_path, batches, literal, train

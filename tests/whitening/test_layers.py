@@ -11,8 +11,8 @@ import bprong
 from bprong.capture.request import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
-from bprong.linalg.damped_inverse import Damping, inverse
-from bprong.linalg.factors import centred
+from bprong.linalg.factors import Damping, centred
+from bprong.linalg.roots import inverse
 from bprong.whitening import layers as layers_module
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers, Stack
@@ -118,7 +118,7 @@ def test_gradients_in_bfloat16_are_preconditioned_in_float32():
     layer = Layer(weight_matrices_of("0", nn.Linear(5, 3, dtype=torch.bfloat16))[0])
     whiten(layer)
     d_W, d_b = direction_of(layer, gradients_of(layer))
-    assert layer.forward.factor.dtype is d_W.dtype is d_b.dtype is torch.float32
+    assert layer.forward.factor.inverse.dtype is d_W.dtype is d_b.dtype is torch.float32
 
 
 def test_the_parts_of_a_packed_weight_fill_one_step():

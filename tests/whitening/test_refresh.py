@@ -13,7 +13,8 @@ import bprong.network.rewhitening
 from bprong.capture.request import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
-from bprong.linalg.damped_inverse import Damping, Root
+from bprong.linalg.factors import Damping
+from bprong.linalg.roots import Root
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import refresh, update

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bprong.capture.weights import WeightMatrix, covered_weights, dotted
 from bprong.checks import integer
-from bprong.linalg.blocks import MAX_DIM, Limits
+from bprong.linalg.moments import MAX_DIM, Limits
 from bprong.parallel.slices import written_type
 
 FALLBACK = "fallback: Adam"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from bprong.linalg.blocks import Blocks, Limits
+from bprong.linalg.moments import Blocks, Limits
 from bprong.parallel.slices import written_type
 
 COVERED = (

@@ -19,7 +19,7 @@ from typing import Any
 from bprong.errors import install_command
 from bprong.optim.optimizer import BPRONG
 from bprong.optim.report import RULE_NUMBERS, Report
-from bprong.whitening.side import SIDES
+from bprong.whitening.layer import SIDES
 
 try:
     from rich.console import Console, Group

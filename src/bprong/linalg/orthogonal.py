@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bprong.linalg.blocks import Blocks
 from bprong.linalg.factors import Dense, Factor
+from bprong.linalg.moments import Blocks
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon's a, b, c: chosen for a steep rise at zero
 STEPS = 5

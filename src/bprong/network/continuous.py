@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from bprong.errors import WhiteningError
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.linalg.moments import to_float64
 from bprong.network.coordinates import Multiplier
 

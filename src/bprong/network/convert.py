@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from bprong.checks import integer, is_wrapper
-from bprong.linalg.blocks import MAX_DIM
+from bprong.linalg.moments import MAX_DIM
 from bprong.network.layers import Stock, WhitenedConv2d, WhitenedLayer, WhitenedLinear
 
 M = TypeVar("M", bound=nn.Module)

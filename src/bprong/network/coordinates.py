@@ -31,8 +31,7 @@ from torch.optim import Optimizer
 
 from bprong.checks import one_of
 from bprong.errors import WhiteningError
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.moments import float64_copy, outer
+from bprong.linalg.moments import Blocks, float64_copy, outer
 
 Pair = tuple[Tensor, Tensor]  # a value for a weight (out, …), and one for its bias (out,); zeros if it has none
 Map = Callable[[Tensor], Tensor]

@@ -14,8 +14,7 @@ from bprong.capture.convolution import geometry_of
 from bprong.capture.weights import weight_matrices_of
 from bprong.contexts import without_autocast
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.linalg.blocks import MAX_DIM, Blocks, Limits
-from bprong.linalg.moments import float64_copy, to_float64
+from bprong.linalg.moments import MAX_DIM, Blocks, Limits, float64_copy, to_float64
 from bprong.network.coordinates import (
     Change,
     Multiplier,
@@ -26,7 +25,7 @@ from bprong.network.coordinates import (
     quotient,
     times_mean,
 )
-from bprong.whitening.side import SideName
+from bprong.whitening.layer import SideName
 
 L = TypeVar("L", bound="WhitenedLayer")
 Stock = nn.Linear | nn.Conv2d

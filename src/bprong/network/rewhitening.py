@@ -21,18 +21,18 @@ from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.random_numbers import mixed
-from bprong.linalg.damped_inverse import Damping, Root, RootSolver, root_of
+from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Moments
+from bprong.linalg.roots import Root, RootSolver, root_of
 from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Holder, Transports, carried_with, carry_, holders_for
 from bprong.parallel.processes import Ranks
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Schedule, Settings
-from bprong.whitening.side import Side, SideName
 
 RefreshMode = Literal["periodic", "continuous"]
 

@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_map
 
 from bprong.linalg.moments import feature_means, float64_device
 from bprong.optim.rules import StepRule
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import Layer, Side
 from bprong.whitening.refresh import Whitening
-from bprong.whitening.side import Side
 
 KEY = "bprong"
 State = dict[str, Any]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bprong.errors import warn
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup, norm, products, read
 from bprong.parallel.slices import local, summed
+from bprong.whitening.layer import SideName
 from bprong.whitening.layers import Layers
-from bprong.whitening.side import SideName
 
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
 FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters

@@ -16,8 +16,8 @@ from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of, takes_loss, unwrapped
 from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
-from bprong.linalg.blocks import Limits
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
+from bprong.linalg.moments import Limits
 from bprong.optim.advice import check_model
 from bprong.optim.auto.step import Automatic
 from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
@@ -29,11 +29,10 @@ from bprong.optim.spectral import Spectral
 from bprong.optim.stepping import Refusal, SteppingOptimizer, fallback_of, name_in
 from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import is_sharded
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import Layer, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods, Schedule
-from bprong.whitening.side import SideName
 
 StepKind = Literal["natural", "spectral"]
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 from bprong.capture.output import Key
 from bprong.capture.request import Fisher
 from bprong.checks import integer, number, one_of
-from bprong.linalg.blocks import MAX_DIM
+from bprong.linalg.moments import MAX_DIM
 from bprong.optim.fallback import Fallback
+from bprong.whitening.layer import Solver
 from bprong.whitening.schedule import Mode, Periods, Settings
-from bprong.whitening.side import Solver
 
 Power = Literal["half", "whole"]
 OVERHEAD = 0.1  # the share of run time to spend on statistics and factorisations, where no period is given

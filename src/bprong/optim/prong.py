@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from bprong.checks import takes_loss
 from bprong.likelihood.loss import Declaration
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.optim.optimizer import BPRONG, StepKind
 from bprong.optim.options import Options
 from bprong.optim.rules import Group
+from bprong.whitening.layer import SideName
 from bprong.whitening.schedule import Periods
-from bprong.whitening.side import SideName
 
 
 class PRONG(BPRONG):

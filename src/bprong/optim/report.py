@@ -8,9 +8,8 @@ from typing import Any
 
 from bprong.capture.coverage import table
 from bprong.linalg.moments import Moments
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import SIDES, Layer
 from bprong.whitening.refresh import Damper
-from bprong.whitening.side import SIDES
 
 COLUMNS = {  # of each side: heading, explanation
     "factor": ("factor", "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size"),

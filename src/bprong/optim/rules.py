@@ -20,16 +20,15 @@ from bprong.capture.output import Head
 from bprong.checks import positive
 from bprong.likelihood.loss import Loss
 from bprong.likelihood.random_numbers import mixed
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.linalg.moments import to_float64
 from bprong.optim.fallback import States
 from bprong.optim.options import Options
 from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import is_sliced, local, summed
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import EARLY_PARTS
-from bprong.whitening.side import Side, SideName
 
 Group = dict[str, Any]
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move

@@ -18,15 +18,13 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.factors import centred
+from bprong.linalg.factors import Damping, centred
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
 from bprong.optim.fallback import Fallback, States
 from bprong.optim.options import Power
 from bprong.optim.rules import Directions, Gradients, Group, RuleWithDamping, Setup, note_lengths
-from bprong.whitening.layer import Layer, WeightAndBias
+from bprong.whitening.layer import SIDES, Layer, SideName, WeightAndBias
 from bprong.whitening.layers import Layers
-from bprong.whitening.side import SIDES, SideName
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
 EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so that they need fewer refreshes at first
@@ -121,11 +119,8 @@ class SpectralDirections(Directions):
         return dict(zip(layers, zip(steps, zeros, strict=True), strict=True))
 
     def _metric(self, layer: Layer, dtype: torch.dtype) -> Metric:
-        """The factors of a layer, in the precision of its gradient."""
+        """The factors of a layer."""
         factors = [side.factor for side in (layer.backward, layer.forward)]
-        if any(factor is not None and factor.dtype is not dtype for factor in factors):
-            layer.convert(dtype)
-            factors = [side.factor for side in (layer.backward, layer.forward)]
         if self.power == "whole":
             return Metric(*factors)
         return Metric(*[None if factor is None else factor.root for factor in factors])

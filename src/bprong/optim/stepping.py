@@ -24,8 +24,7 @@ from bprong.checks import unwrapped
 from bprong.contexts import Uninterrupted, timed, without_autocast
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
-from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.factors import Factor
+from bprong.linalg.factors import Damping, Factor
 from bprong.linalg.moments import Moments
 from bprong.optim.advice import warn_of_fallback, warn_of_untrained
 from bprong.optim.checkpoint import KEY
@@ -33,10 +32,9 @@ from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule
 from bprong.parallel.processes import ALIKE, Ranks
 from bprong.parallel.slices import local, reshard, summed, whole
-from bprong.whitening.layer import PATIENCE, Layer
+from bprong.whitening.layer import PATIENCE, Layer, Side
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import Whitening
-from bprong.whitening.side import Side
 
 LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.moments import Moments, add_outer
+from bprong.linalg.moments import Blocks, Moments, add_outer
 from bprong.parallel.processes import Ranks
 
 

@@ -2,14 +2,17 @@
 
     ΔW = −η (RᵀR) (g_W − g_b cᵀ) (UᵀU),   Δb = −η (RᵀR) g_b − ΔW c      with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
 
-This is SGD in whitened coordinates, written in ordinary ones: it needs the factors of both sides and no added layer.
+This is SGD in whitened coordinates, written in ordinary ones: it needs the factors of both sides and no added layer. A
+side has its running moments, its factor, and the choice of how the factor is computed from the moments.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,15 +20,150 @@ from torch import Tensor
 from bprong.capture.request import LayerMoments
 from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
-from bprong.linalg.damped_inverse import RootSolver
-from bprong.linalg.factors import Factor
-from bprong.linalg.moments import Moments, feature_means
-from bprong.whitening.side import Side, Solver
+from bprong.linalg.factors import (
+    DESCRIPTION,
+    Damping,
+    Elsewhere,
+    Factor,
+    described,
+    description,
+    distance_from_white,
+    factor_by_cholesky,
+)
+from bprong.linalg.low_rank import LOW_RANK_FROM, Backoff, factor_by_low_rank
+from bprong.linalg.moments import Blocks, Moments, feature_means, float64_device
+from bprong.linalg.roots import RootSolver, exact_factor
 
+SideName = Literal["forward", "backward"]
+SIDES: tuple[SideName, ...] = ("forward", "backward")
+Solver = Literal["auto", "exact", "low-rank"]  # the paper's network has solvers of its own (`RootSolver`)
 WeightAndBias = tuple[Tensor | None, Tensor | None]  # of W and of b: their gradients, or these preconditioned
 
 FLOAT32 = torch.float32.itemsize  # gradients in lower precision are converted to the factors' float32
 PATIENCE = 3  # consecutive failures after which an error is raised instead of a warning
+SAMPLING = 0.1  # times tr/N: the sampling error of eigenvalues from N observations
+_NUMBERS = {"refreshed_at": int, "mean_eigenvalue": float, "observations": float, "interval": int}
+
+
+@dataclass(eq=False)
+class Side:
+    """One side of one layer: its inputs z ("forward") or its errors δ ("backward").
+
+    moments:          the running average of what was measured
+    factor:           (Ž+ε)⁻¹ or (D+ε)⁻¹; None: the identity
+    refreshed_at:     the step at which the factor was last computed
+    mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
+    last_drift:       what `drift` returned when the factor was last compared with new moments
+    interval:         periods between two measurements, by drift; None before the first one
+    failures:         consecutive refreshes that failed
+    """
+
+    name: SideName
+    blocks: Blocks
+    solver: Solver | RootSolver = "exact"
+    backoff: Backoff = field(default_factory=Backoff)
+    moments: Moments | None = None
+    factor: Factor | None = None
+    refreshed_at: int | None = None
+    mean_eigenvalue: float | None = None
+    observations: float = 0.0
+    last_drift: float | None = None
+    interval: int | None = None
+    failures: int = 0
+
+    @property
+    def of_inputs(self) -> bool:
+        """Whether this is the side of the inputs z; otherwise it is that of the errors δ."""
+        return self.name == "forward"
+
+    def update(self, new: Moments, keep: float) -> Moments:
+        """Adds a measurement to the running average, which keeps `keep` of its weight; returns what to factor.
+
+        A measurement that is not finite does not enter the average. It is returned as it is, for its factorisation to
+        report the failure.
+        """
+        if new.finite:
+            if keep and self.moments is not None and (self.moments.mean is None) == (new.mean is None):
+                new = self.moments.average_(new, keep)
+            elif keep:
+                new = new.copy()  # which the next measurement is added to, in place
+            self.moments = new
+            self.mean_eigenvalue = float(new.variances.mean())
+        self.observations = new.weight
+        return new
+
+    def leave_to(self, owner: int) -> None:
+        """Leaves the side to another process: of its moments the diagonal remains, of its factor the cost."""
+        if self.moments is not None and not self.moments.diagonal:
+            self.moments = self.moments.thinned()
+        if self.factor is not None:
+            self.factor = Elsewhere(owner, self.factor.cost)
+
+    def drift(self, moments: Moments, damping: Damping) -> float:
+        """How far the factor is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖; infinite without a factor."""
+        if self.factor is None:
+            return float("inf")
+        damped = moments.second_in(self.factor.tensor.dtype)
+        diagonal = damped.diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(damping.amounts(diagonal))
+        return distance_from_white(self.factor, damped)
+
+    def damping_for_few(self, damping: Damping) -> Damping:
+        """The damping with 0.1 tr/N added, because N observations leave the eigenvalues uncertain."""
+        if self.mean_eigenvalue is None or not self.observations or self.blocks.size == 1:
+            return damping
+        features = self.blocks.size * self.blocks.count
+        unit = self.mean_eigenvalue if damping.relative_to == "one" else 1.0
+        return replace(damping, value=damping.value + SAMPLING * unit * features / self.observations)
+
+    def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
+        """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
+        factor: Factor | None = None
+        is_chosen = self.solver == "low-rank"
+        if is_chosen or (self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM):
+            factor = factor_by_low_rank(moments, damping, self.blocks, like, self.factor, self.backoff, is_chosen)
+        if factor is None:
+            factor = factor_by_cholesky(moments, damping, self.blocks, like)
+        return exact_factor(moments, damping, self.blocks, like) if factor is None else factor
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors of its moments and of its factor, as far as they are here, and one of all numbers."""
+        numbers = [*(getattr(self, name) for name in _NUMBERS), *astuple(self.backoff), None, False]
+        state = {}
+        moments = self.moments
+        if moments is not None:
+            numbers[-2:] = [moments.weight, moments.mean is not None]
+            if moments.mean is not None:
+                state["mean"] = moments.mean
+            if not moments.diagonal:  # otherwise another process has the rest of it
+                state["scatter"] = moments.copy().values
+        if self.factor is not None and self.factor.kind:
+            # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
+            tensor = self.factor.tensor
+            state["factor"] = tensor if tensor._base is None else tensor.clone()
+        values = [math.nan if number is None else number for number in numbers]
+        state["numbers"] = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+        """Restore what `state_dict` returned; tensors that its numbers do not speak of are ignored."""
+        values = state["numbers"].tolist()
+        *numbers, skip, next_skip, weight, has_mean = values[:-DESCRIPTION]
+        for (name, kind), number in zip(_NUMBERS.items(), numbers, strict=True):
+            setattr(self, name, None if math.isnan(number) else kind(number))
+        self.backoff = Backoff(int(skip), int(next_skip))
+        self.last_drift = None
+        self.failures = 0
+        self.moments = None
+        if not math.isnan(weight):
+            device = float64_device(like)
+            mean = state["mean"].to(device) if has_mean else None
+            self.moments = Moments(weight, mean, state["scatter"].to(device, copy=True))
+        self.factor = None
+        if values[-DESCRIPTION]:
+            self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
 
 
 class Layer:
@@ -61,12 +199,6 @@ class Layer:
         """What factors are like: the weight, in at least float32, since in bfloat16 they become indefinite."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         return torch.empty(0, dtype=dtype, device=self.weight.device)
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """Converts the factors and the centre, because the weight has another precision now."""
-        for side in self.sides:
-            side.factor = None if side.factor is None else side.factor.to(dtype)
-        self.c = None if self.c is None else self.c.to(dtype)
 
     def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
         """Adds what was measured to the running averages; gives each side measured with the moments to factor.
@@ -135,11 +267,12 @@ class Layer:
                 linear.own(_zeros_once(into, self.weight, shaped)).copy_(shaped)
         if d_b is None or self.bias is None:
             return
-        if d_W is not None and self.c is not None and linear.is_plain:
-            into[self.bias] = torch.addmv(d_b, d_W, self.c, alpha=-1)
-            return
         if d_W is not None and self.c is not None:
-            d_b = d_b - linear.times(shaped, self.c)
+            c = self.c.to(d_W.dtype)
+            if linear.is_plain:
+                into[self.bias] = torch.addmv(d_b, d_W, c, alpha=-1)
+                return
+            d_b = d_b - linear.times(shaped, c)
         if linear.bias_rows is None:
             into[self.bias] = d_b.reshape(self.bias.shape)
         else:

@@ -9,21 +9,17 @@ groups: their factors are slices of one tensor (n, d, d). A layer that shares it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.damped_inverse import Damping, inverses_of_equals
-from bprong.linalg.factors import Dense, Factor, precondition
-from bprong.linalg.moments import Moments
+from bprong.linalg.factors import Damping, Dense, Factor, factors_of_equals, precondition
+from bprong.linalg.moments import Blocks, Moments
 from bprong.parallel.slices import Sharding
-from bprong.whitening.layer import Layer, WeightAndBias
-from bprong.whitening.side import Side
+from bprong.whitening.layer import Layer, Side, WeightAndBias
 
-Item = TypeVar("Item")
 Value = TypeVar("Value")
 Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
 Rates = Mapping[Tensor, float]  # learning rates by parameter
@@ -98,24 +94,25 @@ class Layers(dict[str, Layer]):
         return scaled
 
     def _own_stacks(self) -> list[Stack]:
-        shapes = {layer: _shape_of_small(layer) or layer for layer in self.values() if self.is_own(layer)}
-        return [Stack(equals) for equals in _equal(shapes)]
+        groups: dict[object, list[Layer]] = {}
+        for layer in self.values():
+            if self.is_own(layer):
+                groups.setdefault(_shape_of_small(layer), []).append(layer)
+        return list(map(Stack, groups.values()))
 
     def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
         """The exact factors of those of the sides that can be factored with others of the same shape."""
-        shapes = {}
+        groups: dict[object, list[Side]] = {}
         for side, (layer, _, damping) in sides.items():
             if _is_small(side) and damping.relative_to != "variance":
-                shapes[side] = (side.blocks, layer.weight.dtype, layer.weight.device)
+                shape = (side.blocks, layer.weight.dtype, layer.weight.device)
+                groups.setdefault(shape, []).append(side)
         factors: dict[Side, Factor] = {}
-        for equals in _equal(shapes):
-            if len(equals) == 1:
-                continue
-            layers, moments, dampings = zip(*(sides[side] for side in equals), strict=True)
-            like = layers[0].like
-            inverses = inverses_of_equals([each.second for each in moments], dampings, like.dtype)
-            for side, inverse in zip(equals, inverses, strict=False):  # none if they could not be factored together
-                factors[side] = Dense(inverse.to(like), side.blocks)
+        for equals in groups.values():
+            if len(equals) > 1:
+                layers, moments, dampings = zip(*[sides[side] for side in equals], strict=True)
+                together = factors_of_equals(moments, dampings, equals[0].blocks, layers[0].like)
+                factors |= dict(zip(equals, together, strict=False))
         return factors
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,56 +124,28 @@ class Stack:
 
     left:  RᵀR of all of them; right: UᵀU; None: the identity
     c:     their centres; None: nothing is centred
-    dtype: of the factors; None: there are none
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
         self.left = _shared_factor([layer.backward for layer in layers])
         self.right = _shared_factor([layer.forward for layer in layers])
-        self.c = layers[0].c if len(layers) == 1 else _stacked([layer.c for layer in layers])
-        factor = self.left or self.right
-        self.dtype = None if factor is None else factor.dtype
+        self.c = _stacked([layer.c for layer in layers])
 
     def precondition(self, gradients: Values) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of each layer, the bias as seen from the centre c."""
-        if len(self.layers) == 1:
-            (layer,) = self.layers
-            g_W, g_b = layer.gradients(gradients)
-            self._follow_dtype(g_b if g_W is None else g_W)
-            return {layer: precondition(self.left, self.right, self.c, g_W, g_b)}
-        weights, biases = zip(*(layer.gradients(gradients) for layer in self.layers), strict=True)
-        if None in weights or (None in biases and any(g is not None for g in biases)):  # they differ in what they have
-            preconditioned: dict[Layer, WeightAndBias] = {}
-            for single in self._singles:
-                preconditioned |= single.precondition(gradients)
+        pairs = [layer.gradients(gradients) for layer in self.layers]
+        if len(pairs) == 1:
+            return {self.layers[0]: precondition(self.left, self.right, self.c, *pairs[0])}
+        weights, biases = zip(*pairs, strict=True)
+        if None in weights or (None in biases and any(g is not None for g in biases)):
+            preconditioned: dict[Layer, WeightAndBias] = {}  # they differ in what they have
+            for layer in self.layers:
+                preconditioned |= Stack([layer]).precondition(gradients)
             return preconditioned
-        self._follow_dtype(weights[0])
         d_W, d_b = precondition(self.left, self.right, self.c, _stacked(weights), _stacked(biases))
-        steps_of_biases = [None] * len(self.layers) if d_b is None else d_b
+        steps_of_biases = [None] * len(pairs) if d_b is None else d_b
         return dict(zip(self.layers, zip(cast(Tensor, d_W), steps_of_biases, strict=True), strict=True))
-
-    @cached_property
-    def _singles(self) -> list[Stack]:
-        """Each layer as a stack of its own."""
-        return [Stack([layer]) for layer in self.layers]
-
-    def _follow_dtype(self, gradient: Tensor | None) -> None:
-        """Converts the factors if the gradient has another precision than they, because the model was converted."""
-        if gradient is None or self.dtype is None or gradient.dtype is self.dtype:
-            return
-        for layer in self.layers:
-            layer.convert(gradient.dtype)
-        vars(self).pop("_singles", None)
-        self.__init__(self.layers)  # type: ignore[misc]
-
-
-def _equal(shapes: Mapping[Item, object]) -> list[list[Item]]:
-    """The items of equal shape together."""
-    groups: dict[object, list[Item]] = {}
-    for item, shape in shapes.items():
-        groups.setdefault(shape, []).append(item)
-    return list(groups.values())
 
 
 def _is_small(side: Side) -> bool:
@@ -184,27 +153,26 @@ def _is_small(side: Side) -> bool:
 
 
 def _shape_of_small(layer: Layer) -> object:
-    """What layers have in common that can share their products; None for a layer that cannot share them."""
+    """What layers have in common that can share their products; a layer that cannot share them itself."""
     both = (layer.forward, layer.backward)
     if len(layer.linear.shape) != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
-        return None
+        return layer
     shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
     return shape, tuple(side.factor is None for side in both), layer.c is None
 
 
 def _shared_factor(sides: Sequence[Side]) -> Factor | None:
     """The factors as one of several groups; the sides' own become slices of it, so that they are kept once."""
-    if len(sides) == 1:
+    if len(sides) == 1 or sides[0].factor is None:
         return sides[0].factor
-    inverses = _stacked([cast(Dense, side.factor).inverse for side in sides if side.factor is not None])
-    if inverses is None:
-        return None
+    inverses = torch.stack([cast(Dense, side.factor).inverse for side in sides])
     for side, inverse in zip(sides, inverses, strict=True):
         side.factor = Dense(inverse, side.blocks)
     return Dense(inverses, Blocks(sides[0].blocks.size, groups=len(sides)))
 
 
-def _stacked(tensors: Iterable[Tensor | None]) -> Tensor | None:
-    """The tensors as one; None if they are None."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    return torch.stack(present) if present else None
+def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors as one, a single one as it is; None if they are None."""
+    if len(tensors) == 1 or tensors[0] is None:
+        return tensors[0]
+    return torch.stack(cast(tuple[Tensor, ...], tensors))

@@ -11,24 +11,15 @@ from torch import Tensor
 
 from bprong.capture.request import LayerMoments
 from bprong.errors import WhiteningError
-from bprong.linalg.blocks import Blocks
-from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.factors import (
-    DESCRIPTION,
-    Elsewhere,
-    Factor,
-    described,
-    described_shape,
-    description,
-)
-from bprong.linalg.moments import Moments, float64_device
+from bprong.linalg.factors import DESCRIPTION, Damping, Elsewhere, Factor, described, described_shape, description
+from bprong.linalg.low_rank import Backoff
+from bprong.linalg.moments import Blocks, Moments, float64_device
 from bprong.parallel.moments import merged
 from bprong.parallel.processes import ALIKE, Ranks, assigned
 from bprong.parallel.slices import Sharding
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
-from bprong.whitening.side import Backoff, Side
 
 Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
 Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
@@ -160,7 +151,7 @@ def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side,
         elif layers.sharding is None:
             factors[side] = _received(ranks, owner, factor, numbers_of_factor, side.blocks, like)
         else:
-            factors[side] = factor or Elsewhere(owner, int(cost), like.dtype)
+            factors[side] = factor or Elsewhere(owner, int(cost))
     return factors
 
 

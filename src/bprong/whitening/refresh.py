@@ -17,16 +17,14 @@ from bprong.capture.request import LayerMoments, Request
 from bprong.contexts import timed
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
-from bprong.linalg.damped_inverse import Damping
-from bprong.linalg.factors import Factor
+from bprong.linalg.factors import Damping, Factor
 from bprong.linalg.moments import Moments
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import is_sliced
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import SIDES, Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import drifted, share_layers, shared_factors
 from bprong.whitening.schedule import Schedule, period_for
-from bprong.whitening.side import SIDES, Side
 
 SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
 

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.linalg.quadratic import Array, minimiser
 from bprong.optim.auto.evaluation import Evaluation
 from bprong.optim.auto.settings import SETTINGS, AutoSettings, AutoState, Parts
-from bprong.whitening.layer import Layer
-from bprong.whitening.side import Side
+from bprong.whitening.layer import Layer, Side
 
 
 @dataclass

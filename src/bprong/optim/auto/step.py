@@ -13,7 +13,7 @@ from torch import Tensor
 from bprong.capture.batches import Batch
 from bprong.errors import warn
 from bprong.likelihood.random_numbers import mixed
-from bprong.linalg.damped_inverse import Damping
+from bprong.linalg.factors import Damping
 from bprong.optim.auto.evaluation import LossModel, metrics
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
@@ -22,10 +22,9 @@ from bprong.optim.rules import Direction, Directions, Gradients, Group, Setup, S
 from bprong.optim.spectral import DAMPING, SpectralDirections
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import local, summed
-from bprong.whitening.layer import Layer
+from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
-from bprong.whitening.side import Side, SideName
 
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
 LAST_LR = "last_lr"  # and of the lr it was made at
