@@ -24,7 +24,7 @@ from bprong.capture.output import Output
 from bprong.capture.own_pass import recorded_run
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import takes_loss
-from bprong.likelihood.loss import Declaration, declared_loss
+from bprong.likelihood.declared import Declaration, declared_loss
 from bprong.linalg.moments import finite, float64_copy
 from bprong.network.layers import WhitenedLinear
 

@@ -16,8 +16,8 @@ from bprong.capture.listener import Listener
 from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
 from bprong.contexts import own_pass
-from bprong.likelihood.loss import declared_loss
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.declared import declared_loss
+from bprong.likelihood.loss import Targets
 from helpers import mlp
 from layered import stepped
 from training import EXACT

@@ -10,8 +10,8 @@ import bprong
 from bprong.capture.measure import record
 from bprong.capture.request import Request
 from bprong.capture.weights import weight_matrix_of
+from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.families import Likelihood
-from bprong.likelihood.loss import declared_loss
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bprong.likelihood.declared import ACCEPTED, KINDS, declared_loss
 from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood
-from bprong.likelihood.loss import ACCEPTED, declared_loss, loss_of_call
+from bprong.likelihood.loss import LossCall, loss_of_call
 
 f = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5], [0.0, 3.0, 1.0], [-2.0, 0.5, 0.75]], dtype=torch.float64)
 LABELS = torch.tensor([2, 0, 0, 1])
@@ -280,7 +281,8 @@ def test_the_loss_of_a_call_has_the_options_of_the_call(module, options):
     function, _, family, y = MODULES[module]
     likelihood = family()
     in_float64 = {name: o.double() if isinstance(o, torch.Tensor) else o for name, o in options.items()}
-    loss = loss_of_call(likelihood, function.__name__, options)
+    (kind,) = (kind for kind in KINDS.values() if kind.function is function)
+    loss = loss_of_call(likelihood, LossCall(kind, f, y, options, torch.zeros(())), f)
     assert type(loss.likelihood) is family
     assert likelihood.ignore_index == family().ignore_index  # calls may differ in it
     assert loss.value(f, y) == function(f, y, **in_float64)

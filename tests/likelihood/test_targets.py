@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from bprong.capture.output import Head, laid_out
 from bprong.capture.recorder import Recorder
-from bprong.likelihood.loss import declared_loss
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.declared import declared_loss
+from bprong.likelihood.loss import Targets
 from helpers import assert_close, quick_cases
 
 B, C, T = 12, 5, 7  # examples, classes, positions

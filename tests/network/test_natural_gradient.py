@@ -11,7 +11,7 @@ import bprong
 from bprong.capture.measure import record
 from bprong.capture.request import Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.likelihood.loss import declared_loss
+from bprong.likelihood.declared import declared_loss
 from helpers import assert_close, classification, layers_of, mlp
 
 NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}

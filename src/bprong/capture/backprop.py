@@ -17,8 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from bprong.capture.calls import Call
 from bprong.capture.output import Output
 from bprong.capture.request import Fisher
-from bprong.likelihood.families import Likelihood
-from bprong.likelihood.random_numbers import generator
+from bprong.likelihood.families import Likelihood, generator
 from bprong.linalg.moments import float64_copy, to_float64
 
 Take = Callable[[Call, Tensor], None]

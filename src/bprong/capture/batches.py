@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bprong.capture.request import LayerMoments
 from bprong.likelihood.families import nontrivial
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.loss import Targets
 
 
 @dataclass(frozen=True)

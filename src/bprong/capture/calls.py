@@ -32,7 +32,7 @@ from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.losses import Replacements
 from bprong.capture.output import as_plain
 from bprong.capture.weights import WeightMatrix
-from bprong.likelihood.targets import LossCall
+from bprong.likelihood.loss import LossCall
 from bprong.linalg.moments import Sums, block_rows
 
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32

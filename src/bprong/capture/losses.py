@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bprong.likelihood.targets import LossCall
+from bprong.likelihood.declared import KINDS
+from bprong.likelihood.loss import Kind, LossCall
 
 
 class Replacements:
@@ -63,38 +65,28 @@ class Replacements:
 
 REDUCTIONS = ("none", "mean", "sum")  # by their numbers in torch
 
-# Where torch's functions end, their names in torch.nn.functional, and what they take besides input and target.
-ENDS: dict[tuple[Any, str], tuple[str, tuple[str, ...]]] = {
-    (torch._C._nn, "cross_entropy_loss"): ("cross_entropy", ("weight", "reduction", "ignore_index", "label_smoothing")),
-    (torch._C._nn, "nll_loss_nd"): ("nll_loss", ("weight", "reduction", "ignore_index")),
-    (torch, "binary_cross_entropy_with_logits"): (
-        "binary_cross_entropy_with_logits",
-        ("weight", "pos_weight", "reduction"),
-    ),
-    (torch._C._nn, "mse_loss"): ("mse_loss", ("reduction",)),
-}
-
 
 _WATCHERS: dict[int, Callable[[LossCall], None]] = {}  # those that are told of calls, by any number
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    for (place, end), (function, options) in ENDS.items():
-        yield place, end, _stand_in(getattr(place, end), function, options)
+    for kind in KINDS.values():
+        place = torch._C._nn if hasattr(torch._C._nn, kind.end) else torch
+        yield place, kind.end, _stand_in(getattr(place, kind.end), kind)
 
 
-def _stand_in(end: Callable[..., Tensor], function: str, options: tuple[str, ...]) -> Callable[..., Tensor]:
+def _stand_in(end: Callable[..., Tensor], kind: Kind) -> Callable[..., Tensor]:
     def seen(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         value = end(input, target, *args, **kwargs)
         if torch.compiler.is_compiling() or not _WATCHERS:
             return value
-        named = dict(zip(options, args, strict=False)) | kwargs
+        named = dict(zip(kind.options, args, strict=False)) | kwargs
         named = {name: option for name, option in named.items() if option is not None}
         named["reduction"] = REDUCTIONS[named.get("reduction", 1)]
-        if function == "mse_loss" and target.requires_grad and not input.requires_grad:  # it is symmetric
+        if kind.function is F.mse_loss and target.requires_grad and not input.requires_grad:  # it is symmetric
             input, target = target, input
         for watcher in list(_WATCHERS.values()):
-            call = LossCall(function, input, target.detach(), named, value.detach())
+            call = LossCall(kind, input, target.detach(), named, value.detach())
             if value.grad_fn is not None:  # whoever keeps the value must not keep the logits
                 value.register_hook(partial(_arrive, weakref.ref(call)))  # type: ignore[no-untyped-call]
             watcher(call)

@@ -25,9 +25,8 @@ from bprong.capture.padding import counted_rows, nonzero_rows
 from bprong.capture.request import LayerMoments, Request
 from bprong.capture.weights import WeightMatrix
 from bprong.contexts import own_pass, timed, without_autocast
-from bprong.likelihood.loss import Loss
-from bprong.likelihood.random_numbers import drawing, mixed
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.families import drawing, mixed
+from bprong.likelihood.loss import Loss, Targets
 from bprong.linalg.moments import Sums
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import is_sliced
@@ -70,7 +69,6 @@ def measure(
     """
     if request.likelihood is not None:
         request.likelihood.check(output.values)
-        counted = request.likelihood.counted(output.values, counted)
     graph = Graph(output)
     calls = graph.leading(recorded)
     called = recorded.empty | {call.weight.name for call in calls}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.likelihood.targets import LossCall
+from bprong.likelihood.loss import LossCall
 from bprong.parallel.slices import is_sliced
 
 Key = str | int | Callable[[Any], Any]

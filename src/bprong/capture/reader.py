@@ -16,8 +16,7 @@ from bprong.capture.output import Head
 from bprong.capture.own_pass import Arguments, recorded_run
 from bprong.capture.tape import Tape, with_targets
 from bprong.errors import warn
-from bprong.likelihood.loss import Loss
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.loss import Loss, Targets, classes_last
 
 
 class BatchReader:
@@ -99,7 +98,7 @@ class BatchReader:
         if batch.output is not None:
             likelihood = self._loss.likelihood
             is_laid_out = y.shape == batch.output.shape or not y.is_floating_point()
-            laid_out_y = likelihood.laid_out(y if is_laid_out else likelihood.classes_last(y), batch.output)
+            laid_out_y = likelihood.laid_out(y if is_laid_out else classes_last(likelihood, y), batch.output)
             if laid_out_y is None:
                 likelihood.check_targets(batch.output, y)
                 return batch

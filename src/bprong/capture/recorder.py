@@ -32,8 +32,7 @@ from bprong.capture.output import TO_THE_LOSS, Head, Output, nodes_behind
 from bprong.capture.reader import BatchReader
 from bprong.capture.tape import Tape, place_of
 from bprong.contexts import Uninterrupted, is_own_pass
-from bprong.likelihood.loss import Loss
-from bprong.likelihood.targets import LossCall
+from bprong.likelihood.loss import Loss, LossCall
 from bprong.parallel.slices import is_sharded, leaves, local
 
 

@@ -20,8 +20,7 @@ from bprong.capture.measure import Meter
 from bprong.capture.output import TO_THE_LOSS, Head, Output, as_plain, laid_out, nodes_behind
 from bprong.capture.own_pass import Arguments, copy_of, noted_hooks
 from bprong.capture.request import LayerMoments
-from bprong.likelihood.loss import Loss
-from bprong.likelihood.targets import LossCall, targets_of
+from bprong.likelihood.loss import Loss, LossCall, targets_of
 
 
 @dataclass(eq=False)
@@ -160,7 +159,7 @@ def with_targets(
 ) -> Batch:
     """A batch with its output and targets; gradients: gives those at the parts of the output, if they are known."""
     likelihood = loss.likelihood
-    class_dim = likelihood.class_dim(parts[0], losses[0].input if losses else None)
+    class_dim = loss.class_dim(parts[0], losses[0].input if losses else None)
     output = laid_out(parts, class_dim)
 
     def gradient() -> Tensor | None:

@@ -5,20 +5,21 @@ negative log-probability, how targets are drawn and, for an exact Fisher matrix,
 output: vectors g_k with Σ_k g_k g_kᵀ = E[∇(−log p) ∇(−log p)ᵀ], which are back-propagated in place of drawn errors.
 
 One target is one row of the output, (..., m): a batch has B of them in classification and B·T in a language model.
-Classes are therefore in the last dimension; `layout` finds outputs that have them in the second, as torch's losses
-take them. An image of independent pixels (an output of four or more dimensions) is one target.
+Classes are therefore in the last dimension; `Loss.class_dim` finds outputs that have them in the second, as torch's
+losses take them. An image of independent pixels (an output of four or more dimensions) is one target.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bprong.likelihood.random_numbers import generator
 from bprong.linalg.moments import to_float64
 
 
@@ -35,7 +36,6 @@ class Likelihood(ABC):
     nonnegative    nll is never negative, so its value bounds how far the loss can still fall. Leave it False if nll
                    leaves out a constant.
     takes_float64  nll accepts a float64 output, whatever the dtype of the targets.
-    ignore_index   the class index that marks targets that do not count.
 
     >>> class Poisson(Likelihood):                        # output: log of the rate, (batch, counts)
     ...     def nll(self, output, y):
@@ -48,7 +48,9 @@ class Likelihood(ABC):
 
     nonnegative = False
     takes_float64 = False
-    ignore_index = -100
+    has_classes = False  # whether the output's last dimension is that of classes
+    ignore_index = -100  # the index that marks targets over classes that do not count
+    accepted = "one for each example"  # what targets must be
 
     @abstractmethod
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
@@ -97,17 +99,13 @@ class Likelihood(ABC):
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
             (g,) = torch.autograd.grad(self.total_nll(leaf, self.sample(output)), leaf, create_graph=True)
-            try:
+            with suppress(RuntimeError):  # −log p is linear, or differentiable only once, or not finite
                 # The derivative of g along v is a vector-Jacobian product of g, because the Hessian is symmetric.
                 along = [torch.autograd.grad(g, leaf, v.to(g), retain_graph=True, materialize_grads=True)[0] for v in V]
-            except RuntimeError:  # −log p is linear, or differentiable only once; torch has several messages for that
-                along = [torch.zeros_like(g)] * len(V)
-        HV = to_float64(torch.stack(along))
-        matrix = V.flatten(1) @ HV.flatten(1).T
-        if HV.any() and torch.isfinite(matrix).all():
-            eigenvalues = torch.linalg.eigvalsh(matrix)
-            if eigenvalues[0] >= -1e-6 * eigenvalues[-1]:  # positive semidefinite to rounding
-                return HV
+                HV = to_float64(torch.stack(along))
+                eigenvalues = torch.linalg.eigvalsh(V.flatten(1) @ HV.flatten(1).T)
+                if HV.any() and eigenvalues[0] >= -1e-6 * eigenvalues[-1]:  # positive semidefinite to rounding
+                    return HV
         return times_roots([g], V, self.targets(output))
 
     def _rows(self, output: Tensor) -> Tensor:
@@ -126,35 +124,26 @@ class Likelihood(ABC):
                 f"not {output.dtype} of shape {tuple(output.shape)}"
             )
 
+    def shape_of_targets(self, output: Tensor, y: Tensor) -> torch.Size:
+        """The shape of targets that belong to an output, if they are of the kind of y."""
+        return torch.Size((len(output), *y.shape[1:]))
+
+    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
+        """Targets with classes in the last dimension, laid out like the output; None: they are not its targets."""
+        shape = self.shape_of_targets(output, y)
+        return y.reshape(shape) if y.numel() == shape.numel() else None
+
     def check_targets(self, output: Tensor, y: Tensor) -> None:
         """Raises ValueError if y cannot be targets for this output."""
-        if len(y) != len(output):
-            raise ValueError(f"{len(y)} targets were given for a batch of {len(output)}: give one for each example")
-
-    def counted(self, output: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Which targets the loss counts, (targets,), from a mask with one or more entries per target; None: all."""
-        if mask is None or mask.numel() % self.targets(output) or not mask.any():
-            return None
-        return mask.reshape(self.targets(output), -1).any(dim=1)
+        if y.shape != self.shape_of_targets(output, y):
+            raise ValueError(
+                f"{type(self).__name__} targets for an output of shape {tuple(output.shape)} must be {self.accepted}, "
+                f"not {y.dtype} of shape {tuple(y.shape)}"
+            )
 
     def not_ignored(self, y: Tensor) -> Tensor | None:
         """Which of the data's targets are not marked as ignored; None if this likelihood has no such mark."""
         return None
-
-    def class_dim(self, output: Tensor, loss_input: Tensor | None) -> int | None:
-        """The dimension of the classes, if the output must be laid out as (B, positions, classes).
-
-        loss_input: what the loss was given instead of the output; None: its call was not seen
-        """
-        return None
-
-    def classes_last(self, loss_input: Tensor) -> Tensor:
-        """What a loss function of torch was given, with classes in the last dimension."""
-        return loss_input
-
-    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
-        """Targets with classes in the last dimension, laid out like the output; None: they are not its targets."""
-        return y
 
     def reached(self, gradient: Tensor) -> Tensor:
         """Which targets have a gradient at the output."""
@@ -172,18 +161,21 @@ class Likelihood(ABC):
 
 
 class Categorical(Likelihood):
-    """Classes with logits in the output's last dimension; loss: cross-entropy. Targets are class indices (...)."""
+    """Classes with logits in the output's last dimension; loss: cross-entropy.
+
+    Targets are class indices (...), or distributions over the classes (..., m).
+    """
 
     nonnegative = True
     takes_float64 = True
+    has_classes = True
+    accepted = "class indices, without its last dimension, or distributions over the classes"
 
     def nll(self, output: Tensor, y: Tensor) -> Tensor:
-        """The cross-entropy of each target; y: class indices (...), or distributions over the classes (..., m)."""
+        """The cross-entropy of each target."""
         rows = output.flatten(end_dim=-2)
-        y = y.flatten(end_dim=output.ndim - 2)
-        if y.is_floating_point():
-            return F.cross_entropy(rows, y, reduction="none")
-        return F.cross_entropy(rows, y, reduction="none", ignore_index=self.ignore_index)
+        ignored = -100 if y.is_floating_point() else self.ignore_index
+        return F.cross_entropy(rows, y.flatten(end_dim=output.ndim - 2), reduction="none", ignore_index=ignored)
 
     def sample(self, output: Tensor) -> Tensor:
         p = output.detach().float().softmax(dim=-1)
@@ -209,51 +201,30 @@ class Categorical(Likelihood):
                 f"x.unsqueeze(0); for one logit per example declare nn.BCEWithLogitsLoss"
             )
 
-    def check_targets(self, output: Tensor, y: Tensor) -> None:
-        if y.is_floating_point() or y.shape != output.shape[:-1]:
-            raise ValueError(
-                f"categorical targets for an output of shape {tuple(output.shape)} are class indices of shape "
-                f"{tuple(output.shape[:-1])}, not {y.dtype} of shape {tuple(y.shape)}"
-            )
-        classes = y[y != self.ignore_index]
-        if classes.numel() and (classes.min() < 0 or classes.max() >= output.shape[-1]):
-            raise ValueError(
-                f"class indices must lie in 0 … {output.shape[-1] - 1}; "
-                f"these lie in {int(classes.min())} … {int(classes.max())}"
-            )
+    def shape_of_targets(self, output: Tensor, y: Tensor) -> torch.Size:
+        return output.shape if y.is_floating_point() else output.shape[:-1]
 
     def not_ignored(self, y: Tensor) -> Tensor:
         return y.any(dim=-1) if y.is_floating_point() else y != self.ignore_index
 
-    def class_dim(self, output: Tensor, loss_input: Tensor | None) -> int | None:
-        """torch's functions take classes in the second dimension."""
-        if output.ndim < 3:
-            return None
-        last = -1 if output.ndim > 3 else None
-        if loss_input is None:
-            return 1 if output.ndim > 3 else None
-        if loss_input.shape == output.shape:
-            return 1 if loss_input.stride() == output.stride() else last
-        classes = loss_input.shape[min(1, loss_input.ndim - 1)]
-        return 1 if output.shape[1] == classes != output.shape[-1] else last
 
-    def classes_last(self, loss_input: Tensor) -> Tensor:
-        return loss_input.movedim(1, -1) if loss_input.ndim > 2 else loss_input
-
-    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
-        shape = output.shape if y.is_floating_point() else output.shape[:-1]
-        return y.reshape(shape) if y.numel() == shape.numel() else None
-
-
-class _Elementwise(Likelihood):
+class Elementwise(Likelihood):
     """Elements of the output that are independent given x; targets are shaped like the output."""
 
     nonnegative = True
     takes_float64 = True
+    accepted = "shaped like the output"
+
+    @abstractmethod
+    def nll_of_elements(self, output: Tensor, y: Tensor) -> Tensor:
+        """−log p of each element."""
 
     @abstractmethod
     def curvature(self, output: Tensor) -> Tensor:
         """The Fisher information of each element of the output."""
+
+    def nll(self, output: Tensor, y: Tensor) -> Tensor:
+        return self._rows(self.nll_of_elements(output, y)).sum(dim=-1).flatten()
 
     def _rows(self, output: Tensor) -> Tensor:
         return output.flatten(1) if output.ndim > 3 else super()._rows(output)
@@ -267,23 +238,15 @@ class _Elementwise(Likelihood):
     def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
         return self.curvature(to_float64(output)) * V
 
-    def laid_out(self, y: Tensor, output: Tensor) -> Tensor | None:
-        return y.reshape(output.shape).to(output.dtype) if y.numel() == output.numel() else None
-
-    def check_targets(self, output: Tensor, y: Tensor) -> None:
-        if y.shape != output.shape:
-            raise ValueError(
-                f"{type(self).__name__.lower()} targets must be shaped like the output {tuple(output.shape)}, "
-                f"not {tuple(y.shape)}"
-            )
+    def shape_of_targets(self, output: Tensor, y: Tensor) -> torch.Size:
+        return output.shape
 
 
-class Bernoulli(_Elementwise):
+class Bernoulli(Elementwise):
     """Independent bits with logits as output; loss: binary cross-entropy summed over a row."""
 
-    def nll(self, output: Tensor, y: Tensor) -> Tensor:
-        values = F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none")
-        return self._rows(values).sum(dim=-1).flatten()
+    def nll_of_elements(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none")
 
     def sample(self, output: Tensor) -> Tensor:
         return torch.bernoulli(output.detach().float().sigmoid(), generator=generator())
@@ -292,17 +255,12 @@ class Bernoulli(_Elementwise):
         p = output.sigmoid()
         return p * (1 - p)
 
-    def check_targets(self, output: Tensor, y: Tensor) -> None:
-        super().check_targets(output, y)
-        if y.min() < 0 or y.max() > 1:
-            raise ValueError(f"bernoulli targets must lie in 0 … 1; these lie in {float(y.min())} … {float(y.max())}")
 
-
-class Gaussian(_Elementwise):
+class Gaussian(Elementwise):
     """Independent outputs of unit variance; loss: ½‖y − output‖², summed over a row."""
 
-    def nll(self, output: Tensor, y: Tensor) -> Tensor:
-        return self._rows((output - y) ** 2 / 2).sum(dim=-1).flatten()
+    def nll_of_elements(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output - y) ** 2 / 2
 
     def sample(self, output: Tensor) -> Tensor:
         return output.detach() + torch.empty_like(output).normal_(generator=generator())
@@ -338,3 +296,35 @@ def _basis(output: Tensor) -> Iterator[Tensor]:
     """The unit vectors e_k in the space of one example's output."""
     for k in torch.arange(output[0].numel(), device=output.device):
         yield F.one_hot(k, output[0].numel()).view(output.shape[1:]).to(output.dtype)
+
+
+# Random numbers: torch's own generators, which all threads share, stay untouched --------------------------------------
+
+_GENERATOR: ContextVar[torch.Generator | None] = ContextVar("generator", default=None)
+
+
+def generator() -> torch.Generator | None:
+    """The generator of the context that is active; None: torch's own."""
+    return _GENERATOR.get()
+
+
+@contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from a generator with this seed. It gives the numbers that torch's own would give with this seed.
+
+    >>> with drawing(1, torch.device("cpu")):
+    ...     own = torch.rand(3, generator=generator())
+    >>> _ = torch.manual_seed(1)
+    >>> bool(own.equal(torch.rand(3)))
+    True
+    """
+    token = _GENERATOR.set(torch.Generator(device).manual_seed(seed))
+    try:
+        yield
+    finally:
+        _GENERATOR.reset(token)
+
+
+def mixed(seed: int, t: int) -> int:
+    """A seed for step t that shares no stream with the user's own seeds, however small those are."""
+    return (seed * 0x9E3779B97F4A7C15 + t * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63

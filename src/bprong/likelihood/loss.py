@@ -1,46 +1,45 @@
-"""The user's loss, as declared: a torch loss, its name, one of the paper's words, or a `Likelihood`.
+"""The user's loss: as it is declared, and as the calls of its loss functions show it.
 
-    loss = κ Σ_t w_t (−log p(y_t | f_t))
+    the user's loss  =  Σ over calls of r · loss(f, y)  +  further terms
+    loss(f, y)       =  κ Σ_t w_t (−log p(y_t | f_t))
 
-The declaration says what κ and w are until a call of the loss is seen, which says it again (`targets.py`).
+f is the output and r the gradient that the user's backward pass brings to the value of a call. A declaration is a torch
+loss, its name, one of the paper's words, or a `Likelihood`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
-from bprong.likelihood.families import Bernoulli, Categorical, Gaussian, Likelihood, Undeclared
-
-Declaration = str | Likelihood | nn.Module | Callable[..., Tensor]
-
-ACCEPTED = (
-    "nn.CrossEntropyLoss, nn.NLLLoss, nn.BCEWithLogitsLoss or nn.MSELoss; the function of one of them, such as "
-    "F.cross_entropy, or a functools.partial of it with its options; "
-    '"cross_entropy", "nll", "bce_with_logits" or "mse"; or "categorical", "bernoulli" or "gaussian" for the mean of '
-    "−log p over targets"
-)
+from bprong.likelihood.families import Likelihood, Undeclared, nontrivial
+from bprong.likelihood.parts import is_equal, rows_of_parts
+from bprong.linalg.moments import to_float64
 
 
 class Kind(NamedTuple):
     """A loss of torch.
 
-    options:  those of its function, which its module has too
-    nats:     what the loss of one element is as a multiple of −log p; None: its targets are classes
+    end:      the name of the function of torch that `function` ends in
+    options:  those of its function, which its module has too, in the order in which the end takes them
+    nats:     what the loss of one element is as a multiple of −log p, unless it is over classes
     """
 
     module: type[nn.Module]
     function: Callable[..., Tensor]
+    end: str
     family: type[Likelihood]
     options: tuple[str, ...]
-    nats: float | None = None
+    nats: float = 1.0
 
 
+@dataclass(eq=False)
 class Loss:
     """A loss of torch, or the mean of −log p over the targets that count.
 
@@ -48,33 +47,24 @@ class Loss:
     likelihood:  p(y | output)
     kind:        which loss of torch it is; None: the mean of −log p
     given:       the loss module, whose calls show the targets, or the options of a loss function
-
-    >>> import torch
-    >>> declared_loss(nn.CrossEntropyLoss()).value(torch.zeros(2, 4), torch.tensor([1, 3]))
-    tensor(1.3863)
+    functions:   the names of torch's functions that may be this loss
     """
 
-    def __init__(
-        self,
-        name: str,
-        likelihood: Likelihood,
-        kind: Kind | None = None,
-        given: nn.Module | Mapping[str, Any] | None = None,
-    ) -> None:
-        self.name = name
-        self.likelihood = likelihood
-        self.kind = kind
-        self.given = given
-        likelihood.ignore_index = self.options.get("ignore_index", likelihood.ignore_index)
+    name: str
+    likelihood: Likelihood
+    kind: Kind | None = None
+    given: nn.Module | Mapping[str, Any] | None = None
+    functions: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.likelihood.ignore_index = self.options.get("ignore_index", self.likelihood.ignore_index)
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that are set, read at every use, because the user may change them or move them to a device."""
         if isinstance(self.given, Mapping):
             return dict(self.given)
-        names = () if self.kind is None else self.kind.options
-        options = {name: getattr(self.given, name) for name in names}
-        return {name: option for name, option in options.items() if option is not None}
+        return {name: getattr(self.given, name) for name in self.kind.options} if self.kind else {}
 
     @property
     def is_undeclared(self) -> bool:
@@ -86,26 +76,34 @@ class Loss:
         """Whether the loss is a sum over targets."""
         return bool(self.options.get("reduction") == "sum")
 
-    @property
-    def functions(self) -> frozenset[str]:
-        """The names of torch's functions that may be this loss."""
-        if self.kind is not None:
-            return frozenset([self.kind.function.__name__])
-        kinds = [kind for kind in KINDS.values() if kind.family is type(self.likelihood)]
-        return frozenset(kind.function.__name__ for kind in kinds)
+    def class_dim(self, output: Tensor, loss_input: Tensor | None) -> int | None:
+        """The dimension of the classes, if the output must be laid out as (B, positions, classes).
+
+        loss_input: what the loss was given instead of the output; None: its call was not seen
+
+        torch's functions take classes in the second dimension.
+        """
+        if not self.likelihood.has_classes or output.ndim < 3:
+            return None
+        if loss_input is None:
+            is_second = output.ndim > 3
+        elif loss_input.shape == output.shape:
+            is_second = loss_input.stride() == output.stride()
+        else:
+            is_second = output.shape[1] == loss_input.shape[:2][-1] != output.shape[-1]
+        if is_second:
+            return 1
+        return -1 if output.ndim > 3 else None
 
     def value(self, output: Tensor, y: Tensor) -> Tensor:
         """The loss as the user computes it, of the targets that count; classes are in the output's last dimension."""
         if self.kind is None:
             return self.likelihood.total_nll(output, y) / self.likelihood.targets(output)
-        options = self.options
+        options = {name: o.to(output) if isinstance(o, Tensor) else o for name, o in self.options.items()}
         options["reduction"] = "sum" if self.sums else "mean"  # with reduction="none" the user reduces the values
-        for name, option in options.items():
-            if isinstance(option, Tensor):
-                options[name] = option.to(output)
-        if self.kind.nats is not None or y.is_floating_point():
+        if y.is_floating_point() or not self.likelihood.has_classes:
             y = y.to(output)
-        if self.kind.nats is None:
+        if self.likelihood.has_classes:
             y = y.flatten(end_dim=output.ndim - 2)
             output = output.flatten(end_dim=-2)
         return self.kind.function(output, y, **options)
@@ -113,81 +111,229 @@ class Loss:
     def of_rows(self, select: Callable[[Tensor], Tensor], y: Tensor) -> Loss:
         """The loss of some of the rows of its targets y, if each of their elements has a weight of its own."""
         weight = self.options.get("weight")
-        if self.kind is None or self.kind.nats is None or weight is None or weight.shape != y.shape:
+        if weight is None or weight.shape != y.shape or self.likelihood.has_classes:
             return self
-        return Loss(self.name, self.likelihood, self.kind, self.options | {"weight": select(weight)})
+        return replace(self, given=self.options | {"weight": select(weight)})
 
     def multiple(self, y: Tensor) -> float:
         """What the loss is as a multiple of the mean −log p of a target; y: with classes in the last dimension."""
+        if self.kind is None or self.likelihood.has_classes:
+            return float(self.weights(y).sum()) if self.sums else 1.0
         weight = self.options.get("weight")
-        if self.kind is not None and self.kind.nats is not None:
-            size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
-            return size * self.likelihood.targets(y) / (1 if self.sums else y.numel())
-        if not self.sums:
-            return 1.0
-        if y.is_floating_point():
-            return float(self.likelihood.targets(y))
-        counted = y[y != self.likelihood.ignore_index]
-        return float(counted.numel() if weight is None else weight.to(y.device)[counted].sum())
+        size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
+        return size * self.likelihood.targets(y) / (1 if self.sums else y.numel())
+
+    def weights(self, y: Tensor) -> Tensor:
+        """The weights of targets over classes, which a mean divides by the sum of."""
+        counted = cast(Tensor, self.likelihood.not_ignored(y))
+        weight = self.options.get("weight")
+        if weight is None or y.is_floating_point():
+            return counted
+        return cast(Tensor, weight.to(y.device)[y.where(counted, 0)] * counted)
 
 
-KINDS = {
-    "cross_entropy": Kind(
-        nn.CrossEntropyLoss, F.cross_entropy, Categorical, ("weight", "ignore_index", "reduction", "label_smoothing")
-    ),
-    "nll": Kind(nn.NLLLoss, F.nll_loss, Categorical, ("weight", "ignore_index", "reduction")),
-    "bce_with_logits": Kind(
-        nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, Bernoulli, ("weight", "reduction", "pos_weight"), 1.0
-    ),
-    "mse": Kind(nn.MSELoss, F.mse_loss, Gaussian, ("reduction",), 2.0),
-}
-_BY_FUNCTION = {kind.function.__name__: kind for kind in KINDS.values()}
-_WORDS: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+class Term(NamedTuple):
+    """ratio · loss(f, y)"""
+
+    loss: Loss
+    y: Tensor
+    ratio: float = 1.0
 
 
-def declared_loss(given: Declaration | None) -> Loss:
-    """The loss that was declared; None: a likelihood that only knows which targets count.
+@dataclass(frozen=True)
+class Targets:
+    """The user's loss as a function of the output.
 
-    >>> import torch
-    >>> declared_loss("mse").multiple(torch.zeros(8, 5))
-    0.4
+    terms:  of the loss, with targets that are laid out like the output
+    mask:   which targets it counts, without the output's last dimension; None: nothing says that any do not
+    total:  its value when it was called; None: its call was not seen
     """
-    if given is None:
-        return Loss("None", Undeclared())
-    if isinstance(given, Likelihood):
-        return Loss(type(given).__name__, given)
-    if isinstance(given, str) and given in _WORDS:
-        return Loss(f'"{given}"', _WORDS[given]())
-    partial = given if isinstance(given, functools.partial) and not given.args else None
-    function: object = given if partial is None else partial.func
-    keywords = {} if partial is None else partial.keywords
-    for name, kind in KINDS.items():
-        if isinstance(given, str) and given in (name, kind.function.__name__):
-            return Loss(f'"{given}"', kind.family(), kind, {})
-        if isinstance(given, kind.module) and type(given).forward is kind.module.forward:
-            return Loss(f"nn.{kind.module.__name__}", kind.family(), kind, given)
-        if function is kind.function and keywords.keys() <= set(kind.options):
-            return Loss(f"F.{kind.function.__name__}", kind.family(), kind, keywords)
-    raise (ValueError if isinstance(given, str) else TypeError)(_refusal(given))
+
+    terms: tuple[Term, ...]
+    mask: Tensor | None = None
+    total: float | None = None
+
+    @classmethod
+    def observed(cls, loss: Loss, y: Tensor) -> Targets:
+        """Of targets that the user gives, for the loss that was declared."""
+        return cls((Term(loss, y),), loss.likelihood.not_ignored(y))
+
+    @property
+    def y(self) -> Tensor:
+        return self.terms[0].y
+
+    @cached_property
+    def counted(self) -> Tensor | None:
+        """The mask; None: all count."""
+        return nontrivial(self.mask)
+
+    def mean(self, output: Tensor) -> float:
+        """The mean −log p of a target, weighted as in the loss."""
+        return float(self._mean(self._exact(output)))
+
+    def slopes(self, output: Tensor, along: Sequence[Tensor]) -> list[float]:
+        """The derivatives of that mean along changes of the output."""
+        with torch.enable_grad():
+            leaf = self._exact(output).requires_grad_()
+            (g,) = torch.autograd.grad(self._mean(leaf), leaf)
+        return [float((g * d).sum()) for d in along]
+
+    @cached_property
+    def multiple(self) -> float:
+        """The user's loss as a multiple of the mean −log p of a target; it depends on the number of targets alone."""
+        multiple = 0.0
+        for loss, y, ratio in self.terms:
+            # A mean does not depend on the number of targets.
+            multiple += ratio * loss.multiple(self._part(y) if loss.sums else y)
+        return multiple
+
+    def select(self, rows: Callable[[Tensor], Tensor]) -> Targets:
+        """The targets of some of the examples; rows: selects their rows of a tensor."""
+        terms = [Term(loss.of_rows(rows, y), rows(y), ratio) for loss, y, ratio in self.terms]
+        return Targets(tuple(terms), None if self.mask is None else rows(self.mask))
+
+    def _mean(self, output: Tensor) -> Tensor:
+        f = self._part(output)
+        value = output.new_zeros(())
+        for loss, y, ratio in self.terms if self.counted is None else self.select(self._part).terms:
+            value = value + ratio * loss.value(f, y)
+        return value / self.multiple
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """The rows of the targets that count."""
+        return tensor if self.counted is None else tensor[self.counted]
+
+    def _exact(self, output: Tensor) -> Tensor:
+        """The values of the output, in float64 if the likelihood accepts that."""
+        likelihood = self.terms[0].loss.likelihood
+        return to_float64(output.detach()) if likelihood.takes_float64 else output.detach()
 
 
-def loss_of_call(likelihood: Likelihood, function: str, options: Mapping[str, Any]) -> Loss:
-    """The loss that a call of one of torch's functions computes."""
+@dataclass(eq=False)
+class LossCall:
+    """A call of a loss function.
+
+    kind:     which loss of torch it is
+    input, target, options: what it was given
+    value:    what it returned, detached
+    is_declared: whether it was made by the declared module
+    is_whole: whether its input is the output of a model, all of it
+    arrived:  the last backward pass that reached it, and the gradient of the user's loss at its value in that pass
+    gradient: this gradient, summed over the backward passes that count; None: none has arrived
+    """
+
+    kind: Kind
+    input: Tensor
+    target: Tensor
+    options: Mapping[str, Any]
+    value: Tensor
+    is_declared: bool = False
+    is_whole: bool = False
+    arrived: tuple[int, Tensor | None] = (-1, None)
+    gradient: Tensor | None = None
+
+    @property
+    def function(self) -> str:
+        """The name of the function in torch.nn.functional."""
+        return self.kind.function.__name__
+
+    def arrive(self, task: int, gradient: Tensor) -> None:
+        """Notes the gradient that a backward pass brings to the value; task: the number of that pass."""
+        self.arrived = (task, gradient.detach())
+
+    def count(self, task: int) -> None:
+        """Adds the gradient of a backward pass, if that has reached this call."""
+        number, gradient = self.arrived
+        if number == task and gradient is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+            self.arrived = (task, None)
+
+
+def loss_of_call(likelihood: Likelihood, call: LossCall, output: Tensor) -> Loss:
+    """The loss that a call computes, with weights of single elements laid out like the output."""
+    options = call.options
+    weight = options.get("weight")
+    if weight is not None and not likelihood.has_classes and call.input.numel() == output.numel():
+        options = {**options, "weight": weight.expand(call.input.shape).reshape(output.shape)}
     own_index = copy.copy(likelihood)  # calls may differ in the index that they ignore
-    return Loss(f"F.{function}", own_index, _BY_FUNCTION[function], options)
+    return Loss(f"F.{call.function}", own_index, call.kind, options)
 
 
-def _refusal(given: object) -> str:
-    shown = repr(given) if isinstance(given, (str, int, float)) else getattr(given, "__name__", type(given).__name__)
-    advice = ""
-    if isinstance(given, nn.BCELoss) or given is F.binary_cross_entropy:
-        advice = " Remove the sigmoid at the end of the model and use nn.BCEWithLogitsLoss."
-    elif isinstance(given, (int, float)):
-        advice = " The learning rate comes after the loss, as lr=."
-    elif isinstance(given, type):
-        advice = f" Give an instance: {shown}()."
-    return (
-        f"loss cannot be {shown}.{advice} Give the loss that you minimise: {ACCEPTED}. For another negative "
-        f"log-likelihood, give a subclass of bprong.Likelihood with nll(output, y) and sample(output). For a loss that "
-        f"is none, use bprong.PRONG(model, lr=0.01), which needs no loss"
-    )
+def targets_of(
+    likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Callable[[], Tensor | None]
+) -> Targets | None:
+    """The targets of some calls of a loss; None: these were given something other than the output.
+
+    Each call that was given all of the output is a term. Without any, calls that were given parts of it are one term.
+
+    output:    with classes in its last dimension
+    gradient:  gives what the user's backward pass left there; None: not known
+    """
+    whole = {}
+    for call in calls:
+        y = _laid_out(likelihood, call, output)
+        if y is not None:
+            whole[call] = y
+    calls = list(whole) or calls
+    losses = [loss_of_call(likelihood, call, output) for call in calls]
+    ratios, total = _read(calls, losses)
+    if whole:
+        terms = tuple(map(Term, losses, whole.values(), ratios))
+        mask = _mask(terms[0], calls[0], output)
+        for term, call in zip(terms[1:], calls[1:], strict=True):
+            other = _mask(term, call, output)
+            mask = None if mask is None or other is None else mask | other
+        targets = Targets(terms, mask, total)
+    else:
+        inputs = [classes_last(likelihood, call.input) for call in calls]
+        given = [classes_last(likelihood, call.target) for call in calls]
+        values = gradient()
+        rows = None if values is None else rows_of_parts(likelihood, inputs, given, output, values)
+        if rows is None:
+            return None
+        multiple = 0.0
+        for loss, y, ratio in zip(losses, given, ratios, strict=True):
+            multiple += ratio * loss.multiple(y)
+        y, mask = rows
+        of_all = Targets((Term(losses[0], y),), mask).multiple
+        targets = Targets((Term(losses[0], y, multiple / (of_all or 1.0)),), mask, total)
+    return None if targets.multiple < 0 else targets  # an ascent is no loss
+
+
+def classes_last(likelihood: Likelihood, given: Tensor) -> Tensor:
+    """What a loss function of torch was given, with classes in the last dimension; indices of classes as they are."""
+    is_moved = likelihood.has_classes and given.is_floating_point() and given.ndim > 2
+    return given.movedim(1, -1) if is_moved else given
+
+
+def _laid_out(likelihood: Likelihood, call: LossCall, output: Tensor) -> Tensor | None:
+    """The targets of a call, laid out like the output, if it was given all of that."""
+    y = likelihood.laid_out(classes_last(likelihood, call.target), output)
+    if y is None or call.is_whole:
+        return y
+    rows = classes_last(likelihood, call.input)
+    return y if rows.numel() == output.numel() and is_equal(rows.reshape(output.shape), output) else None
+
+
+def _mask(term: Term, call: LossCall, output: Tensor) -> Tensor | None:
+    """Which targets of a call are neither ignored nor given a weight of zero; None: nothing says that any are."""
+    likelihood = term.loss.likelihood
+    mask = likelihood.not_ignored(term.y)
+    if call.gradient is None or call.options["reduction"] != "none":
+        return mask
+    reached = likelihood.reached(call.gradient.reshape(*output.shape[:-1], -1))
+    return reached if mask is None else mask & reached
+
+
+def _read(calls: Sequence[LossCall], losses: Sequence[Loss]) -> tuple[list[float], float]:
+    """r of each call as a factor on the loss, and the user's loss as far as it consists of them."""
+    ratios = []
+    values = []
+    for call, loss in zip(calls, losses, strict=True):
+        gradient = cast(Tensor, call.gradient)
+        values.append((gradient * call.value).sum())
+        if gradient.ndim and loss.likelihood.has_classes and not call.target.is_floating_point():
+            gradient = gradient * loss.weights(call.target)  # a mean divides by the sum of these
+        ratios.append(gradient.sum())
+    numbers = torch.stack(ratios + values).tolist()
+    return numbers[: len(calls)], sum(numbers[len(calls) :])

@@ -18,9 +18,8 @@ from bprong.capture.weights import weight_matrix_of
 from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.likelihood.families import nontrivial
-from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
-from bprong.likelihood.random_numbers import mixed
+from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
+from bprong.likelihood.families import mixed, nontrivial
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Moments
 from bprong.linalg.roots import Root, RootSolver, root_of

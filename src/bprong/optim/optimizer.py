@@ -15,7 +15,7 @@ from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of, takes_loss, unwrapped
-from bprong.likelihood.loss import ACCEPTED, Declaration, declared_loss
+from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
 from bprong.optim.advice import check_model

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from bprong.checks import takes_loss
-from bprong.likelihood.loss import Declaration
+from bprong.likelihood.declared import Declaration
 from bprong.linalg.factors import Damping
 from bprong.optim.optimizer import BPRONG, StepKind
 from bprong.optim.options import Options

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from bprong.capture.batches import Batch
 from bprong.capture.output import Head
 from bprong.checks import positive
+from bprong.likelihood.families import mixed
 from bprong.likelihood.loss import Loss
-from bprong.likelihood.random_numbers import mixed
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import to_float64
 from bprong.optim.fallback import States

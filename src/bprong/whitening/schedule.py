@@ -16,7 +16,7 @@ import torch
 
 from bprong.capture.request import Fisher
 from bprong.checks import number, one_of, period
-from bprong.likelihood.random_numbers import mixed
+from bprong.likelihood.families import mixed
 from bprong.whitening.layer import SIDES, Layer, Side, SideName
 
 Mode = Literal["periodic", "drift"]

@@ -16,8 +16,8 @@ from bprong import WhiteningWarning
 from bprong.capture.batches import Batch, Subset
 from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
-from bprong.likelihood.loss import declared_loss
-from bprong.likelihood.targets import Targets
+from bprong.likelihood.declared import declared_loss
+from bprong.likelihood.loss import Targets
 from bprong.optim.auto import evaluation
 from bprong.optim.auto.evaluation import LossModel, evaluated_counts
 from bprong.optim.auto.settings import SETTINGS

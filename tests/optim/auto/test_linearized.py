@@ -10,8 +10,8 @@ import bprong
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.capture.batches import Subset, copied
 from bprong.capture.own_pass import Arguments, recorded_run
+from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.families import Likelihood
-from bprong.likelihood.loss import declared_loss
 from bprong.optim.auto.linearized import Rerun, curvature, linearized
 from helpers import SelfAttention, assert_close, assert_unchanged, classification, mlp, snapshot
 

@@ -279,7 +279,6 @@ def evaluated_counts(batches: Sequence[Batch], likelihood: Likelihood, everythin
 
 
 def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | None) -> int:
-    counted = likelihood.counted(output, counted)
     return likelihood.targets(output) if counted is None else int(counted.sum())
 
 

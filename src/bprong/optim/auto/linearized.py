@@ -102,7 +102,6 @@ def curvature(network: Linearized, run: Rerun, likelihood: Likelihood, counted: 
     counted: which targets count, without the output's last dimension; None: all
     """
     likelihood.check(network.output)
-    counted = likelihood.counted(network.output, counted)
     with random_numbers(run.model, run.seed):
         products = likelihood.fisher_products(network.output, network.along, counted)
     return products / (likelihood.targets(network.output) if counted is None else int(counted.sum()))

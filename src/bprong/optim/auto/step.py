@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bprong.capture.batches import Batch
 from bprong.errors import warn
-from bprong.likelihood.random_numbers import mixed
+from bprong.likelihood.families import mixed
 from bprong.linalg.factors import Damping
 from bprong.optim.auto.evaluation import LossModel, metrics
 from bprong.optim.auto.rule import AutoRule

@@ -1,0 +1,51 @@
+"""Which rows of an output the calls of a loss were given, where none of them was given all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bprong.likelihood.families import Likelihood
+
+
+def rows_of_parts(
+    likelihood: Likelihood,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    output: Tensor,
+    gradient: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """Targets for all rows of the output, and which of them the calls were given, in their order; None: others.
+
+    inputs, targets: of the calls, with classes in the last dimension
+    gradient:        what the user's backward pass left at the output, which is zero at other rows
+    """
+    width = output.shape[-1]
+    if any(given.shape[-1:] != output.shape[-1:] for given in inputs):
+        return None
+    row = () if likelihood.has_classes and not targets[0].is_floating_point() else (width,)
+    given = torch.cat([part.reshape(-1, width) for part in inputs])
+    y = torch.cat([part.reshape(-1, *row) for part in targets])
+    counted = likelihood.not_ignored(y)  # targets that are ignored have no gradient
+    if counted is not None:
+        given = given[counted]
+        y = y[counted]
+    is_given = (gradient.reshape(-1, width) != 0).any(dim=1)
+    rows = output.reshape(-1, width)[is_given]
+    if len(given) != len(rows):
+        return None
+    order = torch.arange(len(rows), device=rows.device)
+    stacked = order.view(len(inputs), -1).T.flatten() if len(rows) % len(inputs) == 0 else order  # in dimension 1
+    for candidate in (order, stacked):
+        if is_equal(given[candidate], rows):
+            y_of_all = y.new_full((len(is_given), *row), likelihood.ignore_index if not row else 0)
+            y_of_all[is_given] = y[candidate]
+            return y_of_all.reshape(*output.shape[:-1], *row), likelihood.reached(gradient)
+    return None
+
+
+def is_equal(given: Tensor, output: Tensor) -> bool:
+    """Whether the values are the same, in the lower precision of both."""
+    return torch.equal(given.detach().to(output.dtype), output.to(given.dtype).to(output.dtype))
