@@ -9,13 +9,15 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, nll_loss
 
 import bprong
-from bprong.capture.losses import ENDS, watched_losses
+from bprong.capture.losses import watched_losses
+from bprong.likelihood.declared import KINDS
 from helpers import mlp
 
 x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
 BITS = F.one_hot(y, 3).double()
-ORIGINALS = {(place, end): getattr(place, end) for place, end in ENDS}
+PLACES = {kind.end: torch._C._nn if hasattr(torch._C._nn, kind.end) else torch for kind in KINDS.values()}
+ORIGINALS = {(place, end): getattr(place, end) for end, place in PLACES.items()}
 WEIGHT = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 
 
