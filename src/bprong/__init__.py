@@ -9,8 +9,7 @@ from bprong.linalg.factors import Damping
 from bprong.network.convert import fold, whiten_
 from bprong.network.layers import WhitenedConv2d, WhitenedLinear
 from bprong.network.rewhitening import Rewhitening
-from bprong.optim.optimizer import BPRONG
-from bprong.optim.prong import PRONG
+from bprong.optim.optimizer import BPRONG, PRONG
 
 __all__ = [
     "BPRONG",

@@ -247,9 +247,9 @@ def test_half_whitening_is_whole_whitening_by_the_roots():
     original = SpectralDirections._metric
     seen = []
 
-    def rooted(direction, layer, dtype):
+    def rooted(direction, layer):
         if direction is not optimizers[1]._rule.direction:
-            return original(direction, layer, dtype)
+            return original(direction, layer)
         roots = []
         for side in (layer.backward, layer.forward):
             values, vectors = torch.linalg.eigh(side.factor.inverse)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bprong.parallel.processes import Ranks
+from bprong.parallel.processes import ALIKE, Ranks
 from bprong.parallel.slices import local
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
@@ -67,24 +67,20 @@ class GradientScale:
         self._parameters = list(gradients)
         self._norms = _norms(_slices(gradients)) if gradients else None
 
-    def size(self) -> float:
-        """The sum of the norms that were noted."""
-        return 0.0 if self._norms is None else float(self._norms.sum())
+    def compare(self, gradients: Mapping[Tensor, Tensor], ranks: Ranks) -> tuple[float, float | None]:
+        """The sum of the norms of some gradients, and the factor since the last backward pass.
 
-    def factor(self, gradients: Mapping[Tensor, Tensor], ranks: Ranks | None = None) -> float | None:
-        """The factor since the last backward pass; None if gradients differ in it, 1 if none was noted.
-
-        ranks: the processes of which each has a slice of every gradient
+        That is None if gradients differ in it, and 1 if nothing was noted. Their device is waited for once.
         """
-        return self.compare(gradients, ranks)[1]
-
-    def compare(self, gradients: Mapping[Tensor, Tensor], ranks: Ranks | None = None) -> tuple[float, float | None]:
-        """The sum of the norms of the gradients, and `factor`, in one synchronisation with their device."""
-        if not gradients:
-            return 0.0, 1.0
         values = _slices(gradients)
         norms = _norms(values)
         before = norms[:0] if self._norms is None else self._norms.to(norms)
+        is_shared = ranks.size > 1
+        is_sliced = values[0] is not next(iter(gradients.values()))
+        if is_shared and not is_sliced and self.is_comparable is None:
+            # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
+            sums = ranks.table(1, lambda: [float(before.sum())])
+            self.is_comparable = torch.allclose(sums, sums[:1], rtol=ALIKE)
         numbers = torch.cat([norms, before]).tolist()
         size = sum(numbers[: len(norms)])
         noted = dict(zip(self._parameters, numbers[len(norms) :], strict=True))
@@ -96,7 +92,7 @@ class GradientScale:
                 ratios.append(now / noted[p])
         lowest = min(ratios, default=math.inf)
         highest = max(ratios, default=0.0)
-        if ranks is not None:
+        if is_shared and is_sliced:  # each has a slice of every gradient
             table = ranks.table(2, lambda: [lowest, highest])
             lowest = float(table[:, 0].min())
             highest = float(table[:, 1].max())

@@ -4,9 +4,8 @@ In: the user's model and loop, unmodified. Out: steps of natural-gradient descen
 lr="auto", and a report about them.
 """
 
-from bprong.optim.optimizer import BPRONG
+from bprong.optim.optimizer import BPRONG, PRONG
 from bprong.optim.options import Options
-from bprong.optim.prong import PRONG
 from bprong.whitening.schedule import Periods
 
 __all__ = ["BPRONG", "PRONG", "Options", "Periods"]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-States = MutableMapping[Tensor, dict[str, Any]]  # torch's own states of the parameters
+from bprong.optim.rules import States, kept
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,17 @@ class Fallback:
         """
         if not gradients:
             return {}
-        g = list(gradients.values())
-        m = []
-        v = []
+        rows = []
         counts = []
         for p, gradient in gradients.items():
             state = states[p]
-            self.prepare(gradient, state)
+            if "step" not in state:
+                state["step"] = torch.zeros((), device="cpu")  # as in torch's optimizers: it is read at every step
             state["step"] += 1
             counts.append(float(state["step"]))
-            m.append(state["exp_avg"])
-            v.append(state["exp_avg_sq"])
-        is_complex = any(p.is_complex() for p in gradients)
-        if is_complex:
-            g = list(map(_real, g))
-            m = list(map(_real, m))
-            v = list(map(_real, v))
+            row = (gradient, kept(state, "exp_avg", gradient), kept(state, "exp_avg_sq", gradient))
+            rows.append(map(torch.view_as_real, row) if p.is_complex() else row)  # as torch's Adam treats it
+        g, m, v = zip(*rows, strict=True)
         first, second = self.betas
         torch._foreach_lerp_(m, g, 1 - first)
         torch._foreach_mul_(v, second)
@@ -62,20 +56,13 @@ class Fallback:
         torch._foreach_sqrt_(denominators)
         torch._foreach_add_(denominators, [max(self.eps, _vanishing(each.dtype, second)) for each in v])
         steps = torch._foreach_div(m, denominators)
-        factors = [-self.rate * rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)]
-        torch._foreach_mul_(steps, factors)
-        direction = dict(zip(gradients, steps, strict=True))
-        if is_complex:
-            direction |= {p: torch.view_as_complex(step) for p, step in direction.items() if p.is_complex()}
+        torch._foreach_mul_(
+            steps, [-self.rate * rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)]
+        )
+        direction = {}
+        for p, step in zip(gradients, steps, strict=True):
+            direction[p] = torch.view_as_complex(step) if p.is_complex() else step
         return direction
-
-    def prepare(self, gradient: Tensor, state: dict[str, Any]) -> None:
-        """Start the state, if that has not been done; convert it, if the model was converted."""
-        if "exp_avg" in state and state["exp_avg"].dtype is not gradient.dtype:
-            state |= {key: state[key].to(gradient.dtype) for key in ("exp_avg", "exp_avg_sq")}
-        if "exp_avg" not in state:
-            count = torch.zeros((), device="cpu")  # on the CPU, as in torch's optimizers: it is read at every step
-            state |= {"step": count, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
 
 
 @functools.cache
@@ -83,8 +70,3 @@ def _vanishing(dtype: torch.dtype, beta: float) -> float:
     """Return the size up to which a gradient is lost in the second moment: 0.008 in float16, 10⁻²¹ in float32."""
     kind = torch.finfo(dtype)
     return math.sqrt(kind.tiny * kind.eps / (1 - beta))
-
-
-def _real(values: Tensor) -> Tensor:
-    """Return a complex tensor as real and imaginary parts in a last dimension, as torch's Adam treats it; a view."""
-    return torch.view_as_real(values) if values.is_complex() else values

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bprong.errors import warn
 from bprong.linalg.factors import Damping
-from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import Gradients, Group, NotFiniteError, RuleWithDamping, Setup, norm, products, read
+from bprong.optim.fallback import Fallback
+from bprong.optim.options import Setup
+from bprong.optim.rules import (
+    Gradients,
+    Group,
+    NotFiniteError,
+    RuleWithDamping,
+    decay_,
+    kept,
+    note_lengths,
+    products,
+    read,
+)
 from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import SideName
 from bprong.whitening.layers import Layers
 
+DAMPING: Mapping[SideName, float] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
+DAMPING_OF_INPUTS_ALONE: Mapping[SideName, float] = {"forward": 0.01, "backward": 0.015}
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
 FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters
 MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
@@ -51,35 +63,24 @@ class FixedRate(RuleWithDamping):
         """BPRONG's steps are bounded by default."""
         bound = setup.bound(MAX_STEP if setup.both_sides else None)
         few = setup.has_default_damping and bound is not None
-        return cls(setup.damping(), bound, setup.options.fallback(FALLBACK_RATE), few)
+        return cls(natural_damping(setup), bound, setup.options.fallback(FALLBACK_RATE), few)
 
     def check_group(self, group: Group) -> None:
         self._momentum = max(self._momentum, float(group["momentum"]))
-
-    def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        covered = layers.parameters
-        for p, g in gradients.values.items():
-            if p not in covered:
-                self._fallback.prepare(g, gradients.states[p])
-            elif gradients.groups[p]["momentum"]:
-                _momentum(p, gradients.states)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         groups = gradients.groups
         rates = {p: float(group["lr"]) for p, group in groups.items()}
         natural = layers.natural_gradients(gradients.values)
         scale = self._scale(natural, rates, gradients, layers)
-        units = _follow_weights_(natural, rates, gradients, layers)
-        velocities = _make_(natural, units, scale, gradients)
-        for layer in layers.values() if gradients.noted else ():
-            if layer.weight in velocities:
-                rate = units[layer.weight] * (1.0 if groups[layer.weight]["momentum"] else scale)
-                layer.step_norm = rate * norm(velocities[layer.weight], layer.linear.own)
+        units = _follow_weights_(natural, rates, gradients, layers) if len(set(rates.values())) > 1 else rates
+        decay_(groups)
+        factors = {p: units[p] * (1.0 if groups[p]["momentum"] else scale) for p in natural}
+        velocities = _make_(natural, factors, scale, gradients)
+        if gradients.noted:
+            note_lengths(velocities, layers, factors)
         others = {p: g for p, g in gradients.values.items() if p not in natural}
         if others:
-            for p in others:
-                if groups[p]["weight_decay"]:
-                    p.mul_(1 - rates[p] * groups[p]["weight_decay"])
             rates = {p: rates[p] * self._fallback_part(groups[p]) for p in others}
             for p, direction in self._fallback.directions(others, gradients.states, rates).items():
                 p.add_(direction)
@@ -112,15 +113,19 @@ class FixedRate(RuleWithDamping):
         if self._max_step is None:
             self._warn_of_cycled_momentum(gradients)
             return 1.0
-        groups = {id(group): group for group in gradients.groups.values()}
-        highest = {key: _highest(group) for key, group in groups.items()}
-        scheduled = max([float(group["lr"]) / (highest[key] or 1.0) for key, group in groups.items()])
+        groups = list({id(group): group for group in gradients.groups.values()}.values())
+        scheduled = max([float(group["lr"]) / (_highest(group) or 1.0) for group in groups])
         if not scheduled:  # velocities advance as at a very small rate
-            rates = {p: highest[id(group)] for p, group in gradients.groups.items()}
+            rates = {p: _highest(group) for p, group in gradients.groups.items()}
             scheduled = 1.0
-        momentum = max([float(group["momentum"]) for group in groups.values()])
+        momentum = max([float(group["momentum"]) for group in groups])
         length = _length(natural, rates, gradients, layers)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
+
+
+def natural_damping(setup: Setup) -> dict[SideName, Damping]:
+    """The damping of each side for natural steps."""
+    return setup.damping(DAMPING if setup.both_sides else DAMPING_OF_INPUTS_ALONE)
 
 
 def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers) -> float:
@@ -132,8 +137,10 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
     """
     values = gradients.values
     squares = {p: rate * rate for p, rate in rates.items()}
-    steps = layers.natural_gradients(values, squares) if _weights_of_biases(rates, layers) else natural
-    pairs = [(values[p], d) for p, d in steps.items()]
+    if len(set(rates.values())) > 1 and _weights_of_biases(rates, layers):
+        natural = layers.natural_gradients(values, squares)
+        squares = dict.fromkeys(natural, 1.0)
+    pairs = [(values[p], d) for p, d in natural.items()]
     if gradients.sliced:
         pairs = [(local(x), local(y)) for x, y in pairs]
     numbers = products(pairs)
@@ -143,7 +150,7 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
         raise NotFiniteError
     squared = 0.0
     for p, product in zip(natural, numbers, strict=True):
-        squared += squares[p] * product if steps is natural else product
+        squared += squares[p] * product
     squared = summed(squared, values.values()) if gradients.sliced else squared
     return math.sqrt(max(squared, 0.0))
 
@@ -151,10 +158,9 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
 def _weights_of_biases(rates: Rates, layers: Layers) -> dict[Tensor, Tensor]:
     """The biases that have another learning rate than their weight, which moves them too; each with a weight."""
     weights: dict[Tensor, Tensor] = {}
-    if len(set(rates.values())) > 1:
-        for layer in layers.values():
-            if layer.bias in rates and rates.get(layer.weight, rates[layer.bias]) != rates[layer.bias]:
-                weights[layer.bias] = layer.weight
+    for layer in layers.values():
+        if layer.bias in rates and rates.get(layer.weight, rates[layer.bias]) != rates[layer.bias]:
+            weights[layer.bias] = layer.weight
     return weights
 
 
@@ -166,8 +172,6 @@ def _follow_weights_(
     Such a bias moves by η_b d_b − η_W d_W c, also if its own rate is zero.
     """
     weights = _weights_of_biases(rates, layers)
-    if not weights:
-        return rates
     steps = layers.natural_gradients(gradients.values, rates)
     units = rates | {bias: rates[bias] or rates[weight] for bias, weight in weights.items()}
     for bias in weights:
@@ -183,43 +187,23 @@ def _highest(group: Group) -> float:
 
 
 def _make_(
-    natural: Mapping[Tensor, Tensor], units: Mapping[Tensor, float], scale: float, gradients: Gradients
+    natural: Mapping[Tensor, Tensor], factors: Rates, scale: float, gradients: Gradients
 ) -> dict[Tensor, Tensor]:
-    """p ← (1 − η w) p − η v with v ← β v + d, for parameters with the same numbers together; gives v.
+    """p ← p − η v with v ← β v + s d, for parameters with the same numbers together; without momentum v = d. Gives v.
 
-    units: what the natural gradients d, or their velocities, are multiplied by: the learning rates
-    scale: of d
+    natural: d, the natural gradients; factors: η, what v is multiplied by; scale: s
     """
-    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    kinds: dict[tuple[float, float], list[Tensor]] = {}
     for p in natural:
-        group = gradients.groups[p]
-        numbers = (units[p], group["momentum"], group["weight_decay"], group["lr"])
-        kinds.setdefault(numbers, []).append(p)
+        kinds.setdefault((factors[p], gradients.groups[p]["momentum"]), []).append(p)
     velocities: dict[Tensor, Tensor] = {}
-    for (unit, beta, weight_decay, lr), parameters in kinds.items():
-        if weight_decay:
-            torch._foreach_mul_(parameters, 1 - float(lr) * weight_decay)
+    for (factor, beta), parameters in kinds.items():
         steps = [natural[p].to(p.dtype) for p in parameters]
-        alpha = -unit
         if beta:
-            averages = [_momentum(p, gradients.states) for p in parameters]
-            torch._foreach_mul_(averages, beta)
-            torch._foreach_add_(averages, steps, alpha=scale)
-            steps = averages
-        else:
-            alpha *= scale
-        torch._foreach_add_(parameters, steps, alpha=alpha)
+            directions = steps
+            steps = [kept(gradients.states[p], "momentum_buffer", p) for p in parameters]
+            torch._foreach_mul_(steps, beta)
+            torch._foreach_add_(steps, directions, alpha=scale)
+        torch._foreach_add_(parameters, steps, alpha=-factor)
         velocities |= dict(zip(parameters, steps, strict=True))
     return velocities
-
-
-def _momentum(parameter: Tensor, states: States) -> Tensor:
-    """The momentum of a parameter, which starts at zero; converted, if the model was."""
-    state = states[parameter]
-    velocity: Tensor | None = state.get("momentum_buffer")
-    if velocity is None:
-        velocity = torch.zeros_like(parameter)
-    elif velocity.dtype is not parameter.dtype:
-        velocity = velocity.to(parameter.dtype)
-    state["momentum_buffer"] = velocity
-    return velocity

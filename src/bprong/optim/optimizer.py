@@ -1,4 +1,4 @@
-"""BPRONG for unmodified models: the paper's trajectory as an ordinary torch optimizer."""
+"""BPRONG and PRONG for unmodified models: the paper's trajectories as ordinary torch optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -18,14 +18,13 @@ from bprong.checks import number, one_of, takes_loss, unwrapped
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
-from bprong.optim.advice import check_model
-from bprong.optim.auto.step import Automatic
+from bprong.optim.auto.step import Automatic, NaturalDirections
 from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
 from bprong.optim.fixed_rate import FixedRate
-from bprong.optim.options import Options
+from bprong.optim.options import Options, Setup
 from bprong.optim.report import Report, layer_row
-from bprong.optim.rules import Group, Setup
-from bprong.optim.spectral import Spectral
+from bprong.optim.rules import Directions, Group, StepRule
+from bprong.optim.spectral import Spectral, SpectralDirections
 from bprong.optim.stepping import Refusal, SteppingOptimizer, fallback_of, name_in
 from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import is_sharded
@@ -35,6 +34,11 @@ from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods, Schedule
 
 StepKind = Literal["natural", "spectral"]
+# By the name of a step: the rule at a given learning rate, and the directions of steps without one.
+STEPS: Mapping[str, tuple[Callable[[Setup], StepRule], type[Directions]]] = {
+    "natural": (FixedRate.of, NaturalDirections),
+    "spectral": (Spectral.of, SpectralDirections),
+}
 
 
 class BPRONG(SteppingOptimizer):
@@ -96,7 +100,6 @@ class BPRONG(SteppingOptimizer):
     """
 
     _whitens_backward = True
-    _default_damping: Mapping[SideName, float | Damping] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
 
     @takes_loss
     def __init__(
@@ -115,12 +118,17 @@ class BPRONG(SteppingOptimizer):
         max_step: float | Literal["auto"] | None = "auto",
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
-        check_model(model, type(self).__name__)
+        name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
+                f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
+                f"parameters only, see examples/with_skorch.py"
+            )
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
         if loss is None and (self._whitens_backward or lr == "auto"):
-            raise TypeError(f"{type(self).__name__} needs the loss that you minimise: {ACCEPTED}")
-        spectral = one_of("step", step, get_args(StepKind)) == "spectral"
+            raise TypeError(f"{name} needs the loss that you minimise: {ACCEPTED}")
         wrapped = model
         model = unwrapped(wrapped, fully_sharded=True)
         self._ranks = Ranks.of(wrapped)
@@ -131,13 +139,10 @@ class BPRONG(SteppingOptimizer):
         head = Head(self._options.output, self._loss.functions)
         dampings: dict[SideName, float | Damping | None] = {"forward": forward_damping, "backward": backward_damping}
         setup = Setup(
-            self._model, self._loss, head, self._options, dampings, self._default_damping, max_step,
-            self._whitens_backward, self._ranks,
+            self._model, self._loss, head, self._options, dampings, max_step, self._whitens_backward, self._ranks
         )  # fmt: skip
-        if lr == "auto":
-            self._rule = Automatic.of(setup, spectral)
-        else:
-            self._rule = (Spectral if spectral else FixedRate).of(setup)
+        at_given_rate, directions = STEPS[one_of("step", step, tuple(STEPS))]
+        self._rule = Automatic.of(setup, directions) if lr == "auto" else at_given_rate(setup)
         defaults = {
             "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
             "momentum": number("momentum", self._rule.momentum if momentum is None else momentum, 0, 1),
@@ -235,3 +240,34 @@ class BPRONG(SteppingOptimizer):
         whitening.load_state_dict(schedule, layers)
         self._ranks.before = None  # a checkpoint may have been made by another number of processes
         self._forget()
+
+
+class PRONG(BPRONG):
+    """Natural-gradient descent by forward whitening alone (Desjardins et al., 2015; Fujimoto & Ohira's Algorithm 1).
+
+    It measures no errors, so that it needs no loss at a fixed lr. It tolerates, and benefits from, less damping than
+    BPRONG. The arguments are BPRONG's, but for `backward_damping`.
+    """
+
+    _whitens_backward = False
+
+    @takes_loss
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Declaration | None = None,
+        lr: float | Literal["auto"] = 0.01,
+        *,
+        step: StepKind = "natural",
+        params: Iterable[Tensor] | Iterable[Group] | None = None,
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
+        forward_damping: float | Damping | None = None,
+        every: int | Periods | None = None,
+        max_step: float | Literal["auto"] | None = "auto",
+        options: Options | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model, loss, lr, step=step, params=params, momentum=momentum, weight_decay=weight_decay,
+            forward_damping=forward_damping, every=every, max_step=max_step, options=options,
+        )  # fmt: skip

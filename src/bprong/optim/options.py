@@ -1,4 +1,4 @@
-"""Options of an optimizer that few people change, in one validated dataclass."""
+"""What a user sets: options of an optimizer that few people change, and all that a step rule is made from."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from bprong.capture.output import Key
+from torch import nn
+
+from bprong.capture.output import Head, Key
 from bprong.capture.request import Fisher
-from bprong.checks import integer, number, one_of
+from bprong.checks import integer, number, one_of, positive
+from bprong.likelihood.loss import Loss
+from bprong.linalg.factors import Damping
 from bprong.linalg.moments import MAX_DIM
 from bprong.optim.fallback import Fallback
-from bprong.whitening.layer import Solver
+from bprong.parallel.processes import Ranks
+from bprong.whitening.layer import SideName, Solver
 from bprong.whitening.schedule import Mode, Periods, Settings
 
 Power = Literal["half", "whole"]
@@ -78,8 +83,11 @@ class Options:
         self, every: int | Periods | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
     ) -> Settings:
         """The settings of the schedule; refuses what has no effect in the mode that was chosen."""
-        periods = every if isinstance(every, Periods) else Periods(1 if every is None else integer("every", every, 1))
-        refresh: Mode = "drift" if every is None else one_of("refresh", periods.refresh, get_args(Mode))
+        if isinstance(every, Periods):
+            periods = every
+        else:
+            periods = Periods(1, refresh="drift") if every is None else Periods(integer("every", every, 1))
+        refresh = one_of("refresh", periods.refresh, get_args(Mode))
         if not backward:
             _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
@@ -97,3 +105,44 @@ class Options:
 def _refuse(without_effect: bool, name: str, reason: str) -> None:
     if without_effect:
         raise ValueError(f"{name} would have no effect: {reason}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rule is made from.
+
+    dampings:    of the inputs and of the errors, as the user gave them; None: the rule's default
+    max_step:    the user's bound on the length of a step; "auto": the rule's default
+    both_sides:  whether errors are whitened too
+    """
+
+    model: nn.Module
+    loss: Loss
+    head: Head
+    options: Options
+    dampings: Mapping[SideName, float | Damping | None]
+    max_step: float | Literal["auto"] | None
+    both_sides: bool
+    ranks: Ranks
+
+    @property
+    def has_default_damping(self) -> bool:
+        return all(damping is None for damping in self.dampings.values())
+
+    def damping(self, defaults: Mapping[SideName, float | Damping]) -> dict[SideName, Damping]:
+        """The damping of each side."""
+        dampings = {}
+        for name, default in defaults.items():
+            given_damping = self.dampings[name]
+            dampings[name] = Damping.of(default if given_damping is None else given_damping)
+        if self.options.solver == "low-rank" and any(d.relative_to == "variance" for d in dampings.values()):
+            raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
+        return dampings
+
+    def bound(self, default: float | None) -> float | None:
+        """The bound on the length of a step; None: there is none."""
+        if self.max_step is None or self.max_step == "auto":
+            return None if self.max_step is None else default
+        if isinstance(self.max_step, str):
+            raise ValueError(f'max_step must be a number above 0, "auto" or None, not {self.max_step!r}')
+        return positive("max_step", self.max_step)

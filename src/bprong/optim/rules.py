@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bprong.capture.batches import Batch
-from bprong.capture.output import Head
-from bprong.checks import positive
 from bprong.likelihood.families import mixed
-from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import to_float64
-from bprong.optim.fallback import States
-from bprong.optim.options import Options
-from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import is_sliced, local, summed
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import EARLY_PARTS
 
+if TYPE_CHECKING:
+    from bprong.optim.options import Setup
+
 Group = dict[str, Any]
+States = MutableMapping[Tensor, dict[str, Any]]  # torch's own states of the parameters
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
 
 
@@ -45,9 +43,8 @@ class Gradients:
     base_seed: for `seed`
     noted:    whether lengths of steps are noted for the report, which would cost too much at every step
     sliced:   whether each process has slices of all of them
-    batches:  those behind the gradients, with their targets, if the rule keeps every batch or statistics are due
-    any_batch: whether there is one on any rank
     checked:  whether they are known to be finite; a rule that `checks` them raises NotFiniteError otherwise
+    batches:  those behind the gradients, with their targets, if the rule keeps every batch or statistics are due
     factor:   what gradients were multiplied by since the backward pass; None: they differ in it
     """
 
@@ -56,11 +53,10 @@ class Gradients:
     states: States
     t: int
     base_seed: int
-    noted: bool
+    noted: bool = False
     sliced: bool = False
-    batches: Sequence[Batch] = ()
-    any_batch: bool = False
     checked: bool = True
+    batches: Sequence[Batch] = ()
     factor: float | None = 1.0
 
     @property
@@ -73,70 +69,58 @@ class NotFiniteError(ArithmeticError):
     """A gradient may not be finite; nothing was changed."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a rule is made from.
+def kept(state: dict[str, Any], key: str, like: Tensor) -> Tensor:
+    """A tensor in the state of a parameter, which starts at zero; converted, if the model was."""
+    state[key] = state[key].to(like.dtype) if key in state else torch.zeros_like(like)
+    tensor: Tensor = state[key]
+    return tensor
 
-    dampings:    of the inputs and of the errors, as the user gave them; None: the default
-    default_damping: of natural steps
-    max_step:    the user's bound on the length of a step; "auto": the rule's default
-    both_sides:  whether errors are whitened too
+
+def decay_(groups: Mapping[Tensor, Group]) -> None:
+    """p ← (1 − lr · weight_decay) p."""
+    for p, group in groups.items():
+        if group["weight_decay"]:
+            p.mul_(1 - float(group["lr"]) * group["weight_decay"])
+
+
+class Defaults:
+    """What a user who sets nothing else gets.
+
+    momentum:     of the parameter groups
+    early_steps:  further steps at which statistics are measured, for rules whose first steps are the largest
+    early_parts:  parts of the first period after which they are measured too, of which a half is 2
     """
 
-    model: nn.Module
-    loss: Loss
-    head: Head
-    options: Options
-    dampings: Mapping[SideName, float | Damping | None]
-    default_damping: Mapping[SideName, float | Damping]
-    max_step: float | Literal["auto"] | None
-    both_sides: bool
-    ranks: Ranks
-
-    @property
-    def has_default_damping(self) -> bool:
-        return all(damping is None for damping in self.dampings.values())
-
-    def damping(self, defaults: Mapping[SideName, float | Damping] | None = None) -> dict[SideName, Damping]:
-        """The damping of each side; defaults: where these are not those of natural steps."""
-        by_side = dict(self.default_damping if defaults is None else defaults)
-        by_side |= {name: damping for name, damping in self.dampings.items() if damping is not None}
-        dampings = {name: Damping.of(damping) for name, damping in by_side.items()}
-        if self.options.solver == "low-rank" and any(d.relative_to == "variance" for d in dampings.values()):
-            raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
-        return dampings
-
-    def bound(self, default: float | None) -> float | None:
-        """The bound on the length of a step; None: there is none."""
-        if self.max_step is None or self.max_step == "auto":
-            return None if self.max_step is None else default
-        if isinstance(self.max_step, str):
-            raise ValueError(f'max_step must be a number above 0, "auto" or None, not {self.max_step!r}')
-        return positive("max_step", self.max_step)
+    momentum: float = 0.0
+    early_steps: tuple[int, ...] = ()
+    early_parts: tuple[int, ...] = EARLY_PARTS
 
 
-class Directions(ABC):
+class Directions(ABC, Defaults):
     """Where an automatic step may go.
 
     name:               in checkpoints; empty: the paper's
     keeps_last_update:  whether the last update Δ₀ is one more direction
-    momentum, early_steps, early_parts
-                        see `StepRule`
+    adapts_damping:     whether the quadratic model of the loss may choose the damping
     """
 
-    name: ClassVar[str] = ""
-    keeps_last_update: ClassVar[bool] = True
-    momentum: ClassVar[float] = 0.0
-    early_steps: ClassVar[tuple[int, ...]] = ()
-    early_parts: ClassVar[tuple[int, ...]] = EARLY_PARTS
+    name = ""
+    keeps_last_update = True
+    adapts_damping = True
+
+    @classmethod
+    @abstractmethod
+    def of(cls, setup: Setup) -> Directions:
+        """The directions that a user has set."""
+
+    @classmethod
+    @abstractmethod
+    def damping(cls, setup: Setup) -> dict[SideName, Damping]:
+        """The damping of each side that a user has set, or the default of these directions."""
 
     @abstractmethod
     def check_group(self, group: Group) -> None:
         """Raises ValueError if the numbers of a parameter group do not fit."""
-
-    @abstractmethod
-    def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        """Creates the states of the parameters."""
 
     @abstractmethod
     def by_kind(
@@ -145,20 +129,14 @@ class Directions(ABC):
         """The directions, of which "whitened" is always there; rates: relative to the largest lr of all groups."""
 
 
-class StepRule(ABC):
+class StepRule(ABC, Defaults):
     """Turns the gradients of a step into a change of the parameters.
 
-    momentum:           its default
-    early_steps:        further steps at which statistics are measured, for rules whose first steps are the largest
-    early_parts:        parts of the first period after which they are measured too, of which a half is 2
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
     undoes:             whether it may undo an update
     checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
     """
 
-    momentum: float = 0.0
-    early_steps: tuple[int, ...] = ()
-    early_parts: tuple[int, ...] = EARLY_PARTS
     reads_every_batch: bool = False
     undoes: bool = False
     checks: bool = False
@@ -172,15 +150,16 @@ class StepRule(ABC):
         """Whether the rule runs the model again on the batches of step t, as far as is known after the step before."""
         return False
 
-    def check_group(self, group: Group) -> None:  # noqa: B027  # a rule may do without it
+    def check_group(self, group: Group) -> None:  # a rule may do without it
         """Raises ValueError if the rule cannot follow the numbers of a parameter group."""
-
-    def prepare(self, gradients: Gradients, layers: Layers) -> None:  # noqa: B027  # a rule may do without states
-        """Creates the states of the parameters, as the first step would, and changes nothing else."""
 
     @abstractmethod
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         """Moves the parameters."""
+
+    def prepare(self, gradients: Gradients, layers: Layers) -> None:
+        """Creates the states of the parameters, as a step does; gradients, rates and decay are zero."""
+        self.step_(gradients, layers)
 
     @abstractmethod
     def damping(self, layer: Layer, side: Side) -> Damping:
@@ -204,7 +183,7 @@ class StepRule(ABC):
         """
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
         """Restores what `state_dict` returned."""
 
     def report(self) -> dict[str, float | None]:
@@ -280,8 +259,9 @@ def norm(values: Tensor, select: Callable[[Tensor], Tensor]) -> float:
     return math.sqrt(summed(float(local(values).square().sum()), [values]))
 
 
-def note_lengths(steps: Direction, layers: Layers) -> None:
-    """Notes how far each layer moves, for the report."""
+def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float] | None = None) -> None:
+    """Notes how far the weight of each layer moves, for the report; rates: what steps are multiplied by."""
     for layer in layers.values():
         if layer.weight in steps:
-            layer.step_norm = norm(steps[layer.weight], layer.linear.own)
+            rate = 1.0 if rates is None else rates[layer.weight]
+            layer.step_norm = rate * norm(steps[layer.weight], layer.linear.own)

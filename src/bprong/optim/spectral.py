@@ -10,19 +10,27 @@ same step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from bprong.linalg.factors import Damping, centred
 from bprong.linalg.orthogonal import Metric, WhitenedMsgn
-from bprong.optim.fallback import Fallback, States
-from bprong.optim.options import Power
-from bprong.optim.rules import Directions, Gradients, Group, RuleWithDamping, Setup, note_lengths
+from bprong.optim.fallback import Fallback
+from bprong.optim.options import Power, Setup
+from bprong.optim.rules import (
+    Directions,
+    Gradients,
+    Group,
+    RuleWithDamping,
+    decay_,
+    kept,
+    note_lengths,
+)
 from bprong.whitening.layer import SIDES, Layer, SideName, WeightAndBias
 from bprong.whitening.layers import Layers
 
@@ -31,6 +39,7 @@ EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so
 MOMENTUM = 0.9
 DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
+SMALLEST = 1e-30  # a direction shorter than this is zero
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,11 @@ class SpectralDirections(Directions):
     rms:      the root mean square of a weight's step at lr=1; None: the formula as it is, s = 1
     """
 
-    name: ClassVar[str] = "spectral"
-    momentum: ClassVar[float] = MOMENTUM
-    early_parts: ClassVar[tuple[int, ...]] = EARLY_PARTS
-    keeps_last_update: ClassVar[bool] = False  # an average of gradients takes its place
+    name = "spectral"
+    momentum = MOMENTUM
+    early_parts = EARLY_PARTS
+    adapts_damping = False
+    keeps_last_update = False  # an average of gradients takes its place
 
     fallback: Fallback
     power: Power = "half"
@@ -55,6 +65,10 @@ class SpectralDirections(Directions):
     def of(cls, setup: Setup) -> SpectralDirections:
         return cls(setup.options.fallback(1.0), setup.options.power)
 
+    @classmethod
+    def damping(cls, setup: Setup) -> dict[SideName, Damping]:
+        return setup.damping(DAMPING)
+
     def check_group(self, group: Group) -> None:
         """Raises ValueError if a group has no momentum, because a single gradient is too noisy for a spectral step."""
         if not group["momentum"]:
@@ -63,50 +77,29 @@ class SpectralDirections(Directions):
     def by_kind(
         self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
     ) -> dict[str, dict[Tensor, Tensor]]:
-        """One direction, in which Adam's is contained."""
-        return {"whitened": self.steps(gradients, layers, rates)}
-
-    def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        """Creates the states of the parameters."""
-        trained = _moved(gradients, layers)
-        weights = {layer.weight for layer in trained}
-        for p in {p for layer in trained for p in layer.parameters} & gradients.values.keys():
-            _average(p, gradients.states)
-        for p, g in gradients.values.items():
-            if p not in weights:
-                self.fallback.prepare(g, gradients.states[p])
-
-    def steps(self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]) -> dict[Tensor, Tensor]:
-        """The steps by parameter; rates: their learning rates. The averages in the parameters' states advance."""
-        trained = _moved(gradients, layers)
-        weights = {layer.weight for layer in trained}
-        averages = _averages([p for layer in trained for p in layer.parameters if p in gradients.values], gradients)
-        others = {p: g for p, g in gradients.values.items() if p not in weights}
+        """One direction, in which Adam's is contained. The averages in the parameters' states advance."""
+        values = gradients.values
+        whitened = [x for x in layers.values() if x.weight in values and not x.linear.one_hot]  # embeddings follow Adam
+        averages = _averages([p for layer in whitened for p in layer.parameters if p in values], gradients)
+        weights = {layer.weight for layer in whitened}
+        others = {p: g for p, g in values.items() if p not in weights}
         steps = self.fallback.directions(others, gradients.states, rates)
-        compute = partial(self._directions, layers, trained, rates)
         # A bias has a step of its own, and moves by what centring asks for at the rate of its weight.
-        for p, step in layers.by_parameter(averages, compute).items():
+        for p, step in layers.by_parameter(averages, partial(self._directions, layers, rates)).items():
             steps[p] = steps[p] + step if p in steps else step
-        return steps
+        return {"whitened": steps}
 
     def _directions(
-        self,
-        all_layers: Layers,
-        moved: Sequence[Layer],
-        rates: Mapping[Tensor, float],
-        averages: Mapping[Tensor, Tensor],
+        self, all_layers: Layers, rates: Mapping[Tensor, float], averages: Mapping[Tensor, Tensor]
     ) -> dict[Layer, WeightAndBias]:
-        """−η s Rᵀ msgn(R M Uᵀ) U of each layer, and zero for its bias."""
-        layers = moved if all_layers.sharding is None else [layer for layer in moved if all_layers.is_own(layer)]
+        """−η s Rᵀ msgn(R M Uᵀ) U of each layer that this process has the average of, and zero for its bias."""
+        layers = [layer for layer in all_layers.values() if layer.weight in averages]
         if not layers:
             return {}
         pairs = [layer.gradients(averages) for layer in layers]
         matrices = [centred(cast(Tensor, M_W), M_b, layer.c) for layer, (M_W, M_b) in zip(layers, pairs, strict=True)]
-        dtypes = [M.dtype for M in matrices]
-        key = tuple([layer.name for layer in layers]), tuple(dtypes), self.power
-        msgn = all_layers.cached(
-            key, lambda: WhitenedMsgn(matrices, [self._metric(*x) for x in zip(layers, dtypes, strict=True)])
-        )
+        key = tuple([(layer.name, M.dtype) for layer, M in zip(layers, matrices, strict=True)]), self.power
+        msgn = all_layers.cached(key, lambda: WhitenedMsgn(matrices, [self._metric(layer) for layer in layers]))
         steps = msgn(matrices)
         factors = [-rates[layer.weight] for layer in layers]
         if self.rms is not None:
@@ -118,7 +111,7 @@ class SpectralDirections(Directions):
         zeros = [None if M_b is None else torch.zeros_like(M_b) for _, M_b in pairs]
         return dict(zip(layers, zip(steps, zeros, strict=True), strict=True))
 
-    def _metric(self, layer: Layer, dtype: torch.dtype) -> Metric:
+    def _metric(self, layer: Layer) -> Metric:
         """The factors of a layer."""
         factors = [side.factor for side in (layer.backward, layer.forward)]
         if self.power == "whole":
@@ -145,51 +138,24 @@ class Spectral(RuleWithDamping):
     def check_group(self, group: Group) -> None:
         self.direction.check_group(group)
 
-    def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        self.direction.prepare(gradients, layers)
-
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rates = {p: float(group["lr"]) for p, group in gradients.groups.items()}
-        steps = self.direction.steps(gradients, layers, rates)
-        for p, group in gradients.groups.items():
-            if group["weight_decay"]:
-                p.mul_(1 - rates[p] * group["weight_decay"])
+        steps = self.direction.by_kind(gradients, layers, rates)["whitened"]
+        decay_(gradients.groups)
         torch._foreach_add_(list(steps), [step.to(p.dtype) for p, step in steps.items()])
         if gradients.noted:
             note_lengths(steps, layers)
 
 
-SMALLEST = 1e-30  # a direction shorter than this is zero
-
-
-def _moved(gradients: Gradients, layers: Layers) -> list[Layer]:
-    """The layers that make spectral steps: those with a gradient, without embeddings."""
-    return [layer for layer in layers.values() if layer.weight in gradients.values and not layer.linear.one_hot]
-
-
-def _average(parameter: Tensor, states: States) -> Tensor:
-    """The average of a parameter's gradients, which starts at zero; converted, if the model was."""
-    state = states[parameter]
-    average: Tensor | None = state.get(AVERAGE)
-    if average is None:
-        average = torch.zeros_like(parameter)
-    elif average.dtype is not parameter.dtype:
-        average = average.to(parameter.dtype)
-    state[AVERAGE] = average
-    return average
-
-
-def _averages(parameters: Sequence[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
+def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
-    corrected_averages: dict[Tensor, Tensor] = {}
     kinds: dict[float, list[Tensor]] = {}
     for p in parameters:
         kinds.setdefault(gradients.groups[p]["momentum"], []).append(p)
+    corrected: dict[Tensor, Tensor] = {}
     for momentum, members in kinds.items():
         values = [gradients.values[p] for p in members]
-        averages = [_average(p, gradients.states) for p in members]
-        torch._foreach_lerp_(averages, [g.to(p.dtype) for p, g in zip(members, values, strict=True)], 1 - momentum)
-        converted = [average.to(g.dtype) for average, g in zip(averages, values, strict=True)]
-        corrected = torch._foreach_lerp(values, converted, momentum)
-        corrected_averages |= dict(zip(members, corrected, strict=True))
-    return corrected_averages
+        averages = [kept(gradients.states[p], AVERAGE, p) for p in members]
+        torch._foreach_lerp_(averages, values, 1 - momentum)
+        corrected |= dict(zip(members, torch._foreach_lerp(values, averages, momentum), strict=True))
+    return corrected

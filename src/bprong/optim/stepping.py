@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,19 +26,16 @@ from bprong.checks import unwrapped
 from bprong.contexts import Uninterrupted, timed, without_autocast
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
-from bprong.linalg.factors import Damping, Factor
-from bprong.linalg.moments import Moments
-from bprong.optim.advice import warn_of_fallback, warn_of_untrained
 from bprong.optim.checkpoint import KEY
 from bprong.optim.options import Options
-from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule
-from bprong.parallel.processes import ALIKE, Ranks
+from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule, read
+from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import local, reshard, summed, whole
-from bprong.whitening.layer import PATIENCE, Layer, Side
+from bprong.whitening.layer import PATIENCE
 from bprong.whitening.ranks import measured_by_all
-from bprong.whitening.refresh import Whitening
+from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 
-LONG_GRADIENT = 2**14  # entries from which on a dot product is faster than a norm
+FALLBACK_LIMIT = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
 
 
 class SteppingOptimizer(Optimizer):
@@ -84,90 +83,44 @@ class SteppingOptimizer(Optimizer):
             unwrapped(self._model, self._sharded)  # it may have been sharded since the optimizer was made
         if self._sharded:
             reshard(self._model)
-        gradients = self._gradients()
+        whitening = self._whitening
+        is_made = self._make(self._gradients())
+        if not is_made or whitening.due or whitening.unused:
+            self._forget()
+            return
         if self._observes:
-            self._observed_step(gradients)
-        elif self._plain_step(gradients):
-            self._whitening.schedule.t += 1
-            self._recorder.reader.observed.clear()  # given although nothing was due
-            self._wait()
+            self._recorder.forget()
         else:
-            self._forget()
+            self._recorder.reader.observed.clear()  # given although nothing was due
+        whitening.due = whitening.schedule.t == whitening.next_due
+        self._listen()
 
-    def _plain_step(self, gradients: Gradients) -> bool:
-        """A step for which nothing is measured; False: it was refused."""
-        start = time.perf_counter()
-        if not gradients.values or (self._rule.undoes and self._rule.undo_if_blown_up_(gradients)):
+    def _make(self, gradients: Gradients) -> bool:
+        """Whether a step was made; False: it was refused, or the last one was undone."""
+        rule = self._rule
+        if self._observes:
+            self._recorder.stop_watching()
+            self._ranks.check()
+        if not gradients.values or (gradients.checked and not self._accepts(gradients)):
             return False
-        with without_autocast(next(iter(gradients.values)).device.type):
-            try:
-                checks = self._rule.checks and not self._sharded
-                if not (checks or self._accepts(gradients)):
-                    return False
-                gradients.checked = not checks
-                self._rule.step_(gradients, self._whitening.layers)
-            except NotFiniteError:
-                if not self._accepts(gradients):
-                    return False
-                gradients.checked = True
-                self._rule.step_(gradients, self._whitening.layers)
-        self._refusal.count = 0
-        self._whitening.seconds["step"] += time.perf_counter() - start
-        return True
-
-    def _observed_step(self, gradients: Gradients) -> None:
-        """A step for which something is measured, or whose batches the rule needs."""
-        self._recorder.stop_watching()
-        size = None
-        if self._rule.reads_every_batch and self._ranks.size == 1 and gradients.values:
-            size, gradients.factor = self._recorder.scale.compare(gradients.values)
-        if not self._accepts(gradients, size):
-            if gradients.t == 0:
-                self._rule.prepare(gradients, self._whitening.layers)
-                for p in gradients.values:
-                    self.state[p].setdefault(KEY, {})  # where distributed checkpoints expect something to be loaded
-            self._forget()
-            return
-        self._ranks.check()
-        self._take_batches(gradients)
-        if self._rule.undo_if_blown_up_(gradients) or (self._rule.reads_every_batch and not gradients.any_batch):
-            self._forget()
-            return
-        start = time.perf_counter()
-        if self._started is None:
-            self._started = start - sum(self._whitening.seconds.values())  # measured in the first backward pass
+        if self._observes and not self._take_batches(gradients):
+            return False
+        if rule.undoes and rule.undo_if_blown_up_(gradients):
+            return False
         whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
-            shared = self._ranks.size > 1
-            measures = whitening.measures if shared else whitening.due or whitening.unused or self._meter.recorded
-            if measures:
-                self._refresh(gradients.batches)
-                start = time.perf_counter()
-            if gradients.t == 0:
-                warn_of_fallback(self._parameters, fallback_of(self._model, self._parameters, self._whitening))
-            if gradients.noted and self._takes_all:
-                self._takes_all = not warn_of_untrained(self._model, set(self._parameters))
-            self._rule.step_(gradients, whitening.layers)
+            if self._observes:
+                self._measure(gradients)
+            start = time.perf_counter()
+            try:
+                rule.step_(gradients, whitening.layers)
+            except NotFiniteError:
+                gradients.checked = True
+                return self._make(gradients)
+        self._refusal.count = 0
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
-        if measures:
-            self._forget()
-        else:
-            self._recorder.forget()
-            self._wait()
-
-    def _refresh(self, batches: Sequence[Batch]) -> None:
-        """Refreshes the factors that are due, from the moments of these batches."""
-        whitening = self._whitening
-        whitening.share()
-        request = whitening.request()
-        centred = {weight.name: centre for weight, centre in request.weights.items()}
-        with timed(whitening.seconds, "statistics"), whole(self._model) as parameters:
-            measured = measured_by_all(
-                self._ranks, whitening.layers, whitening.schedule, centred,
-                partial(self._meter.moments, batches, request, parameters), whitening.gradients,
-            )  # fmt: skip
-        whitening.refresh(measured, self._rule.damping, _take)
+        return True
 
     def _gradients(self) -> Gradients:
         groups: dict[Tensor, Group] = {}
@@ -182,59 +135,84 @@ class SteppingOptimizer(Optimizer):
                 groups[p] = group
                 values[p] = gradient
         schedule = self._whitening.schedule
-        return Gradients(values, groups, self.state, schedule.t, schedule.base_seed, self._whitening.due, self._sharded)
+        checked = self._observes or self._sharded or not self._rule.checks
+        return Gradients(
+            values, groups, self.state, schedule.t, schedule.base_seed,
+            noted=self._whitening.due, sliced=self._sharded, checked=checked,
+        )  # fmt: skip
 
-    def _take_batches(self, gradients: Gradients) -> None:
-        """Gives the gradients the batches behind them, and whether any process has one."""
-        if self._ranks.size == 1:
-            gradients.batches = self._batches()
-            gradients.any_batch = bool(gradients.batches)
-        else:
-            self._take_batches_of_all(gradients)
-        if any(batch.targets is None or batch.targets.total is None for batch in gradients.batches):
-            # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
-            gradients.factor = 1.0
-
-    def _take_batches_of_all(self, gradients: Gradients) -> None:
-        """The same in several processes, of which one alone may find an error."""
-        scale = self._recorder.scale
+    def _accepts(self, gradients: Gradients) -> bool:
+        """Whether the step may be made with these gradients."""
+        size = None
         if self._rule.reads_every_batch:
-            if scale.is_comparable is None and not self._sharded:
-                # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
-                sizes = self._ranks.table(1, lambda: [scale.size()])
-                scale.is_comparable = torch.allclose(sizes, sizes[:1], rtol=ALIKE)
-            gradients.factor = scale.factor(gradients.values, self._ranks if self._sharded else None)
+            size, gradients.factor = self._recorder.scale.compare(gradients.values, self._ranks)
+        accepts = self._refusal.accepts(gradients, self._model, self._rule.undo_, size)
+        if not accepts and gradients.t == 0:
+            self._prepare(gradients)
+        return accepts
+
+    def _prepare(self, gradients: Gradients) -> None:
+        """Creates the states of the parameters, which distributed checkpoints ask for before they load them."""
+        zeros = {p: torch.zeros_like(g) for p, g in gradients.values.items()}
+        groups = {p: group | {"lr": 0.0, "weight_decay": 0.0} for p, group in gradients.groups.items()}
+        self._whitening.share()
+        self._rule.prepare(replace(gradients, values=zeros, groups=groups, noted=False), self._whitening.layers)
+        for p in zeros:
+            states = {key: value * 0 for key, value in self.state[p].items() if key != KEY}  # steps are counted there
+            self.state[p] = states | {KEY: {}}
+
+    def _take_batches(self, gradients: Gradients) -> bool:
+        """Gives the gradients the batches behind them; False: the rule needs one, and no process has any."""
+        is_due = self._whitening.due and not self._meter.recorded
         batches: list[Batch] = []
 
         def count_batches() -> list[float]:
-            batches.extend(self._batches())
+            batches.extend(
+                self._recorder.take(
+                    needed=is_due or self._rule.reads_every_batch,
+                    counting=is_due or self._loss.sums,
+                    shared=self._ranks.size > 1,
+                )
+            )
             return [float(bool(batches))]
 
-        gradients.any_batch = self._ranks.sums(1, count_batches)[0] > 0
+        any_batch = self._ranks.sums(1, count_batches)[0] > 0  # of several processes one alone may find an error
         gradients.batches = batches
+        if any(batch.targets is None or batch.targets.total is None for batch in batches):
+            # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
+            gradients.factor = 1.0
+        return any_batch or not self._rule.reads_every_batch
 
-    def _batches(self) -> list[Batch]:
-        """The batches of this process since the last step."""
-        is_due = self._whitening.due and not self._meter.recorded
-        return self._recorder.take(
-            needed=is_due or self._rule.reads_every_batch,
-            counting=is_due or self._loss.sums,
-            shared=self._ranks.size > 1,
-        )
+    def _measure(self, gradients: Gradients) -> None:
+        """Measures and refreshes what is due, and warns of what is not whitened."""
+        whitening = self._whitening
+        if self._started is None:  # what was measured in the first backward pass counts too
+            self._started = time.perf_counter() - sum(whitening.seconds.values())
+        if whitening.due or (whitening.unused and whitening.measures):
+            self._refresh(gradients.batches)
+        if gradients.t == 0:
+            warn_of_fallback(self._parameters, fallback_of(self._model, self._parameters, whitening))
+        if gradients.noted and self._takes_all:
+            self._takes_all = not warn_of_untrained(self._model, whitening.given)
 
-    def _accepts(self, gradients: Gradients, size: float | None = None) -> bool:
-        return self._refusal.accepts(gradients, self._model, self._rule.undo_, size)
+    def _refresh(self, batches: Sequence[Batch]) -> None:
+        """Refreshes the factors that are due, from the moments of these batches."""
+        whitening = self._whitening
+        whitening.share()
+        request = whitening.request()
+        centred = {weight.name: centre for weight, centre in request.weights.items()}
+        with timed(whitening.seconds, "statistics"), whole(self._model) as parameters:
+            measured = measured_by_all(
+                self._ranks, whitening.layers, whitening.schedule, centred,
+                partial(self._meter.moments, batches, request, parameters), whitening.gradients,
+            )  # fmt: skip
+        whitening.refresh(measured, self._rule.damping)
 
     def _forget(self) -> None:
         """After a step, whether it was made, undone or refused: forgets its batches, and prepares for the next."""
         self._recorder.forget()
         self._meter.recorded.clear()
         self._whitening.attend()
-        self._listen()
-
-    def _wait(self) -> None:
-        """After a step that has measured nothing, so that the next one that does is known."""
-        self._whitening.due = self._whitening.schedule.t == self._whitening.next_due
         self._listen()
 
     def _listen(self) -> None:
@@ -270,9 +248,35 @@ def fallback_of(model: nn.Module, parameters: Sequence[Tensor], whitening: White
     return reasons | {p: reason for p, reason in whitening.reasons.items() if p in reasons}
 
 
-def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
-    """Puts a new factor into force."""
-    layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
+def warn_of_fallback(parameters: Sequence[Tensor], reasons: Mapping[Tensor, str]) -> None:
+    """Warns if most of the numbers that are trained are not whitened, apart from layers that were warned about.
+
+    reasons: why parameters are not whitened
+    """
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    counts: Counter[str] = Counter()
+    for p, reason in reasons.items():
+        if p.requires_grad and reason != SEEN_IN_PART:
+            counts[reason] += p.numel()
+    fraction = counts.total() / max(1, trained)
+    if fraction > FALLBACK_LIMIT:
+        warn(
+            f"{fraction:.0%} of the trained numbers follow the fallback rule (Adam) and are not whitened, most of "
+            f"them {', '.join(reason for reason, _ in counts.most_common(3))}. Layers that compute what a layer "
+            f"of torch's does can be whitened: see bprong.register, and bprong.coverage(model) for each parameter"
+        )
+
+
+def warn_of_untrained(model: nn.Module, trained: set[Tensor]) -> bool:
+    """Warns if parameters have gradients, but the optimizer does not train them; returns whether there are any."""
+    names = [name for name, p in model.named_parameters() if p.grad is not None and p not in trained]
+    if names:
+        warn(
+            f"{', '.join(names[:3])}{' and others' * (len(names) > 3)} have gradients, but are not trained: they "
+            f"were frozen, or not there yet, when the optimizer was made. Use optimizer.add_param_group, or make "
+            f"the optimizer with params=model.parameters(). If another optimizer trains them, choose with params="
+        )
+    return bool(names)
 
 
 # Gradients that are not finite ----------------------------------------------------------------------------------------
@@ -301,11 +305,9 @@ class Refusal:
         size:    the sum of their norms, if known
         """
         values = list(gradients.values.values())
-        if not values:
-            return False
         slices = [local(g) for g in values] if gradients.sliced else values
         if size is None:
-            size = float(_size(slices))
+            size = sum(read(torch._foreach_norm(slices)))
         if math.isfinite(summed(size, values) if gradients.sliced else size):
             self.count = 0
             return gradients.t > 0 or summed(any(bool(g.any()) for g in slices), values) > 0
@@ -323,18 +325,3 @@ class Refusal:
         is_undone = self.count == PATIENCE - 1 and undo_(gradients)
         warn(f"{message}; {'the last update was undone' if is_undone else 'nothing was changed'}")
         return False
-
-
-def _size(gradients: list[Tensor]) -> Tensor:
-    """A number that is finite if all gradients are, unless it overflows: squared norms of long ones, else norms."""
-    sizes = []
-    others = []
-    for g in gradients:
-        if g.numel() > LONG_GRADIENT and g.is_contiguous() and not g.is_complex():
-            flat = g.view(-1)
-            sizes.append(torch.dot(flat, flat))
-        else:
-            others.append(g)
-    sizes += torch._foreach_norm(others) if others else []
-    device = gradients[0].device
-    return torch.stack([size.to(device, torch.float32) for size in sizes]).sum()

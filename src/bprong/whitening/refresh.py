@@ -87,6 +87,11 @@ def refresh(
     layers.changed()
 
 
+def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
+    """Puts a new factor into force."""
+    layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
+
+
 class Whitening:
     """The layers of a model that is not modified: measured, checked and refreshed as the schedule asks.
 
@@ -163,7 +168,7 @@ class Whitening:
             verify=verify, is_due=self.due,
         )  # fmt: skip
 
-    def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper, take: Take) -> None:
+    def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper) -> None:
         """Refreshes the layers that are due from what was measured; an error changes nothing."""
         new = {name for name in measured if self.layers[name].forward.moments is None}
         with timed(self.seconds, "statistics"):
@@ -172,7 +177,7 @@ class Whitening:
                 return
             updated = update(self.layers, measured, self.schedule.settings.average)
         with timed(self.seconds, "factorisation"):
-            refresh(self.layers, updated, self.schedule, damping, take, new & self.unused, self.ranks)
+            refresh(self.layers, updated, self.schedule, damping, _take, new & self.unused, self.ranks)
         overhead = self.schedule.settings.overhead
         if overhead is not None and self.schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from bprong.linalg.factors import Damping
 from bprong.optim.auto.evaluation import LossModel, metrics
 from bprong.optim.auto.rule import AutoRule
 from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
-from bprong.optim.fallback import Fallback, States
-from bprong.optim.rules import Direction, Directions, Gradients, Group, Setup, StepRule, dot, note_lengths
-from bprong.optim.spectral import DAMPING, SpectralDirections
+from bprong.optim.fallback import Fallback
+from bprong.optim.fixed_rate import natural_damping
+from bprong.optim.options import Setup
+from bprong.optim.rules import Direction, Directions, Gradients, Group, States, StepRule, dot, note_lengths
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer, Side, SideName
@@ -34,21 +35,23 @@ LAST_LR = "last_lr"  # and of the lr it was made at
 class NaturalDirections(Directions):
     """Δ, the natural gradient with its sign reversed, and Adam's direction for parameters that no whitener covers."""
 
-    early_steps: ClassVar[tuple[int, ...]] = SETTINGS.early_refreshes
+    early_steps = SETTINGS.early_refreshes
 
     fallback: Fallback
+
+    @classmethod
+    def of(cls, setup: Setup) -> NaturalDirections:
+        return cls(setup.options.fallback())
+
+    @classmethod
+    def damping(cls, setup: Setup) -> dict[SideName, Damping]:
+        return natural_damping(setup)
 
     def check_group(self, group: Group) -> None:
         if group["momentum"]:
             raise ValueError(
                 f'lr="auto" chooses how much of the last update to keep; leave out momentum={group["momentum"]}'
             )
-
-    def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        covered = layers.parameters
-        for p, g in gradients.values.items():
-            if p not in covered:
-                self.fallback.prepare(g, gradients.states[p])
 
     def by_kind(
         self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
@@ -94,18 +97,16 @@ class Automatic(StepRule):
         self._warned: set[str] = set()
 
     @classmethod
-    def of(cls, setup: Setup, spectral: bool) -> Automatic:
+    def of(cls, setup: Setup, kind: type[Directions]) -> Automatic:
         likelihood = setup.loss.likelihood
         bound = setup.bound(None)
         rule = AutoRule(
-            damping_given=spectral or not setup.has_default_damping,
+            damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=math.inf if bound is None else bound**2 / 2,
             nll_bounded=likelihood.nonnegative,
         )
-        directions = SpectralDirections.of(setup) if spectral else NaturalDirections(setup.options.fallback())
         loss_model = LossModel(setup.model, likelihood, setup.head, setup.ranks)
-        damping = setup.damping(DAMPING if spectral else None)
-        return cls(directions, loss_model, rule, damping, setup.ranks)
+        return cls(kind.of(setup), loss_model, rule, kind.damping(setup), setup.ranks)
 
     @property
     def kind(self) -> str:
@@ -126,7 +127,7 @@ class Automatic(StepRule):
         }
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        self.directions.prepare(gradients, layers)
+        self.directions.by_kind(gradients, layers, dict.fromkeys(gradients.values, 0.0))
         for p in gradients.values:
             gradients.states[p] |= {LAST: torch.zeros_like(p), LAST_LR: 0.0}
 
