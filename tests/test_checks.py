@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DataParallel
 
 import bprong
-from bprong.checks import integer, is_wrapper, number, one_of, pair, period, positive, unwrapped
+from bprong.checks import integer, number, one_of, pair, period, positive, unwrapped, wrapper_of
 from helpers import mlp
 
 
@@ -49,9 +49,9 @@ def test_a_period_is_a_pair_of_integers_and_its_default_offset_is_half_of_it():
         (0, None, "forward_every must be a whole number of at least 1, not 0"),
         (2.5, None, "forward_every must be a whole number of at least 1, not 2.5"),
         ("10", None, "forward_every must be a whole number of at least 1, not '10'"),
-        (5, -1, "forward_offset must be a whole number of at least 0, not -1"),
-        (5, 1.5, "forward_offset must be a whole number of at least 0, not 1.5"),
-        (5, 5, "forward_offset must lie in 0 … forward_every − 1 = 4, not 5"),
+        (5, -1, "forward_offset must be a whole number of at least 0 and less than 5, not -1"),
+        (5, 1.5, "forward_offset must be a whole number of at least 0 and less than 5, not 1.5"),
+        (5, 5, "forward_offset must be a whole number of at least 0 and less than 5, not 5"),
     ],
 )
 def test_an_impossible_period_is_refused(every, offset, message):
@@ -110,9 +110,9 @@ class FullyShardedLike(torch.nn.Module):
 def test_wrappers_that_are_not_supported_are_refused_by_name():
     model = mlp(3, 2)
     wrappers = {"DataParallel": DataParallel(model), "FullyShardedDataParallel": FullyShardedLike()}
-    assert not is_wrapper(model)
+    assert wrapper_of(model) is None
     assert unwrapped(model) is model
     for name, wrapper in wrappers.items():
-        assert is_wrapper(wrapper)
+        assert wrapper_of(wrapper) == name
         with pytest.raises(ValueError, match=f"'0' is wrapped for {name}, which is not supported"):
             unwrapped(torch.nn.Sequential(wrapper))

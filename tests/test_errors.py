@@ -1,6 +1,5 @@
 """Warnings point at the line of the user's code that caused them, however deep in the library they arise."""
 
-import importlib.metadata
 import inspect
 import math
 import os
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.errors import LinAlgError, WhiteningError, WhiteningWarning, install_command, warn
+from bprong.errors import LinAlgError, WhiteningError, WhiteningWarning, warn
 from helpers import classification, mlp
 
 BPRONG_FOLDER = os.path.dirname(bprong.__file__)
@@ -125,21 +124,3 @@ def test_the_exceptions_can_be_caught_as_those_of_python_and_torch():
     assert issubclass(WhiteningError, RuntimeError)
     assert issubclass(WhiteningWarning, UserWarning)
     assert LinAlgError is torch.linalg.LinAlgError
-
-
-def test_missing_packages_are_named_as_the_installed_package_requires_them(monkeypatch):
-    """So the command works whether bprong came from an index, from a wheel or from a checkout."""
-    required = ["torch>=2.6", 'rich; extra == "live"', "rich>=9; extra == 'all'", "skorch; extra == 'all'"]
-    required.append("bprong[live]; extra == 'all'")
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
-    assert install_command("live") == "pip install rich"
-    assert install_command("all") == "pip install 'rich>=9' skorch"
-    assert install_command("other") == "pip install 'bprong[other]'"
-
-
-def test_missing_packages_of_a_source_tree_that_is_not_installed(monkeypatch):
-    def absent(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", absent)
-    assert install_command("live") == "pip install 'bprong[live]'"

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
     """Return the paper's τ and c as integers; the default offset is half of the period."""
     tau = integer(f"{kind}_every", every, 1)
-    c = tau // 2 if offset is None else integer(f"{kind}_offset", offset, 0)
-    if c >= tau:
-        raise ValueError(f"{kind}_offset must lie in 0 … {kind}_every − 1 = {tau - 1}, not {offset!r}")
-    return tau, c
+    return tau, tau // 2 if offset is None else integer(f"{kind}_offset", offset, 0, tau)
 
 
 def pair(samples: Any) -> Any:
@@ -30,21 +27,22 @@ def pair(samples: Any) -> Any:
     return samples if samples is None or isinstance(samples, tuple) else (samples, None)
 
 
-def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module wraps a model to train it on several devices."""
-    return bool(_kind_of_wrapper(module))
+# By the beginning of a class's name, because importing torch.distributed.fsdp takes seconds.
+_WRAPPERS = {
+    "FSDPModule": "fully_shard",
+    "FullySharded": "FullyShardedDataParallel",
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+}
 
 
-def _kind_of_wrapper(module: nn.Module) -> str:
-    """Return the name of what wraps a module; empty if nothing does."""
-    # FSDP is recognised by name, because importing torch.distributed.fsdp takes seconds.
-    names = {kind.__name__ for kind in type(module).__mro__}
-    if "FSDPModule" in names:
-        return "fully_shard"
-    if any("FullySharded" in name for name in names):
-        return "FullyShardedDataParallel"
-    kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    return next((kind.__name__ for kind in kinds if isinstance(module, kind)), "")
+def wrapper_of(module: nn.Module) -> str | None:
+    """Return the name of what wraps a module to train it on several devices, if anything does."""
+    for kind in type(module).__mro__:
+        for beginning, name in _WRAPPERS.items():
+            if kind.__name__.startswith(beginning):
+                return name
+    return None
 
 
 def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
@@ -57,43 +55,27 @@ def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
             "torch.compile around DistributedDataParallel hides what the model is called with. Compile the model "
             "itself: DistributedDataParallel(torch.compile(model))"
         )
+    is_sharded = fully_sharded and wrapper_of(model) == "fully_shard"
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    elif fully_sharded and _kind_of_wrapper(model) == "fully_shard":
-        _check_slices(model)
-        return model
     for name, module in model.named_modules():
-        if kind := _kind_of_wrapper(module):
-            what = f"its module {name!r}" if name else "the model"
+        wrapper = wrapper_of(module)
+        if wrapper and not (is_sharded and wrapper == "fully_shard"):
             raise ValueError(
-                f"{what} is wrapped for {kind}, which is not supported. To train in several processes, wrap the whole "
-                f"model in torch.nn.parallel.DistributedDataParallel"
+                f"{f'its module {name!r}' if name else 'the model'} is wrapped for {wrapper}, which is not supported. "
+                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel"
                 + (", or shard the whole model too: fully_shard(model)" if fully_sharded else "")
             )
     for name, parameter in model.named_parameters():
-        if _is_dtensor(parameter):
+        placements = getattr(parameter, "placements", None)  # of a DTensor
+        if is_sharded and [type(placement).__name__ for placement in placements or ()] != ["Shard"]:
+            raise ValueError(
+                f"parameter {name!r} is not sharded over a mesh of one dimension, but placed {placements}. "
+                f"fully_shard(model) without ignored_params does that; HSDP and tensor parallelism are not supported"
+            )
+        if placements and not is_sharded:
             raise ValueError(f"parameter {name!r} is a DTensor: tensor-parallel models are not supported")
     return model
-
-
-def _check_slices(model: nn.Module) -> None:
-    """Raise ValueError unless every parameter is split between all ranks, along one dimension."""
-    for name, module in model.named_modules():
-        if (kind := _kind_of_wrapper(module)) not in ("", "fully_shard"):
-            raise ValueError(f"its module {name!r} is wrapped for {kind}, which cannot be combined with fully_shard")
-    for name, p in model.named_parameters():
-        if not _is_dtensor(p):
-            raise ValueError(f"parameter {name!r} is not sharded; fully_shard(model) without ignored_params does that")
-        placements = cast(Any, p).placements
-        if len(placements) != 1 or type(placements[0]).__name__ != "Shard":
-            raise ValueError(
-                f"parameter {name!r} is placed {placements} on a mesh of {len(placements)} dimensions. Shard over a "
-                f"mesh of one dimension; HSDP and tensor parallelism are not supported"
-            )
-
-
-def _is_dtensor(parameter: Any) -> bool:
-    return type(parameter.data).__name__ == "DTensor"
 
 
 def number(kind: str, value: float, minimum: float, below: float = math.inf) -> float:
@@ -104,8 +86,7 @@ def number(kind: str, value: float, minimum: float, below: float = math.inf) -> 
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if not (isinstance(value, numbers.Real) and minimum <= value < below):
-        limit = "" if below == math.inf else f" and less than {below:g}"
-        raise ValueError(f"{kind} must be a finite number of at least {minimum:g}{limit}, not {value!r}")
+        raise ValueError(f"{kind} must be a finite number of at least {minimum:g}{_limit(below)}, not {value!r}")
     return float(value)
 
 
@@ -116,11 +97,19 @@ def positive(kind: str, value: float) -> float:
     return float(value)
 
 
-def integer(kind: str, value: int, minimum: int) -> int:
-    """Return a whole number of at least `minimum`; numpy's integers are accepted, True and False raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        raise ValueError(f"{kind} must be a whole number of at least {minimum}, not {value!r}")
+def integer(kind: str, value: int, minimum: int, below: float = math.inf) -> int:
+    """Return a whole number of at least `minimum` and less than `below`; raise ValueError for anything else.
+
+    numpy's integers are accepted, True and False are not.
+    """
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (is_whole and minimum <= value < below):
+        raise ValueError(f"{kind} must be a whole number of at least {minimum}{_limit(below)}, not {value!r}")
     return int(value)
+
+
+def _limit(below: float) -> str:
+    return "" if below == math.inf else f" and less than {below:g}"
 
 
 def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
@@ -148,13 +137,12 @@ _INSTEAD = {
 
 def takes_loss(function: Function) -> Function:
     """Decorate a function with an argument `loss`: arguments of other optimizers raise a TypeError that helps."""
-    parameters = inspect.signature(function).parameters
+    unknown = _INSTEAD.keys() - inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name in _INSTEAD and name not in parameters:
-                raise TypeError(_INSTEAD[name])
+        for name in unknown & kwargs.keys():
+            raise TypeError(_INSTEAD[name])
         return function(*args, **kwargs)
 
     return cast(Function, checked)

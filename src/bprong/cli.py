@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import bprong
-from bprong.errors import install_command
+from bprong.experiments.extras import install_command
 
 try:
     from bprong.experiments.auditing import run_audit

@@ -51,7 +51,9 @@ def test_compiling_around_distributed_data_parallel_is_refused():
 
 
 class DTensor(torch.Tensor):
-    """Named like torch's, which is recognised by name."""
+    """Says where its parts are, as torch's does."""
+
+    placements = ("Shard(dim=0)",)
 
 
 def test_tensor_parallel_parameters_are_refused_by_name():

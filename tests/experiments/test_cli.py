@@ -11,7 +11,7 @@ import pytest
 
 import bprong
 from bprong.cli import main
-from bprong.errors import install_command
+from bprong.experiments.extras import install_command
 from bprong.experiments.methods import METHODS
 from bprong.experiments.records import read_results
 
@@ -83,7 +83,7 @@ def test_two_processes_give_the_losses_of_one_and_resume_each_others_runs(tmp_pa
         (["--average", "1"], "'1' is not a number of at least 0 and less than 1"),
         (["--fisher", "true"], "choose from"),
         (["--data", "/no/such/folder"], "/no/such/folder"),
-        (["--forward-every", "5", "--forward-offset", "5"], "forward_offset must lie in"),
+        (["--forward-every", "5", "--forward-offset", "5"], "forward_offset must be"),
         (["--nonsense"], "unrecognized arguments"),
     ],
 )

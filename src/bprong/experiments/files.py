@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bprong.errors import install_command
+from bprong.experiments.extras import install_command
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

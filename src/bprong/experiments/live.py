@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from bprong.errors import install_command
+from bprong.experiments.extras import install_command
 from bprong.optim.optimizer import BPRONG
 from bprong.optim.report import RULE_NUMBERS, Report
 from bprong.whitening.layer import SIDES

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from bprong.checks import integer, is_wrapper
+from bprong.checks import integer, wrapper_of
 from bprong.linalg.moments import MAX_DIM
 from bprong.network.layers import Stock, WhitenedConv2d, WhitenedLayer, WhitenedLinear
 
@@ -72,7 +72,7 @@ def whitened_layers(model: nn.Module) -> dict[str, WhitenedLayer]:
 def _refuse_unfit(model: nn.Module, chosen: Mapping[str, Stock]) -> None:
     """Raise ValueError if a layer cannot be replaced without changing what the model computes or learns."""
     for name, wrapper in model.named_modules():
-        if is_wrapper(wrapper):
+        if wrapper_of(wrapper):
             raise ValueError(
                 f"{name or 'the model'} is wrapped in {type(wrapper).__name__}, which already holds the parameters "
                 f"that whiten_ would replace; give the inner model"

@@ -3,12 +3,10 @@
 network.py has the network and its derivatives, training.py the whitened steps, estimators.py what users type.
 """
 
-from bprong.errors import install_command
-
 try:
     import sklearn  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"bprong.sklearn needs scikit-learn. Install it: {install_command('sklearn')}") from error
+    raise ImportError("bprong.sklearn needs scikit-learn. Install it: pip install scikit-learn") from error
 
 from bprong.sklearn.estimators import MLPClassifier, MLPRegressor
 

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bprong.errors import install_command
 from bprong.experiments.bench import command, worker
 from bprong.experiments.bench.command import Options, bench
 from bprong.experiments.bench.plan import FRESH_SEED, Plan
 from bprong.experiments.bench.records import Row
 from bprong.experiments.bench.rows import read
+from bprong.experiments.extras import install_command
 from bprong.experiments.runner import OutError
 from experiments.bench.tiny_bench import PLAN, Inline, installed
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from bprong.errors import install_command
 from bprong.experiments.bench import optimizers, peers
 from bprong.experiments.bench.search import Choice, LogUniform, Space
 from bprong.experiments.bench.training import Trainer
 from bprong.experiments.bench.workloads import Loss, Workload
+from bprong.experiments.extras import install_command
 
 Settings = Mapping[str, Any]
 Make = Callable[[nn.Module, Loss, Mapping[str, Any], int], Trainer]
