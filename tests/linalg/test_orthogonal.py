@@ -8,7 +8,7 @@ import torch
 from bprong.linalg.factors import Dense
 from bprong.linalg.low_rank import LowRank
 from bprong.linalg.moments import Blocks
-from bprong.linalg.orthogonal import QUINTIC, STEPS, Metric, WhitenedMsgn, polynomial
+from bprong.linalg.orthogonal import QUINTIC, STEPS, polynomial, whitened_msgn
 from helpers import assert_close
 
 LEAST = 0.003  # the smallest singular value that comes to between
@@ -50,45 +50,35 @@ def by_definition(M, P, Q):
     return R @ (X.mT if tall else X) @ U
 
 
-def test_matrices_of_many_shapes_at_once():
-    """Equal shapes, which share their products, tall, wide, large, and grouped ones, and factors of every form."""
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5), (1, 3), (3, 1), (1, 1), (130, 140), (3, 4, 6), (4, 3, 1)])
+def test_it_is_its_definition(shape):
+    """Tall, wide, large and several matrices; single features, whose factors are multiplied by elements."""
     torch.manual_seed(0)
-    shapes = [(4, 6), (6, 4), (4, 6), (5, 5), (4, 6), (6, 4), (1, 3), (3, 1), (1, 1), (130, 140), (130, 140)]
-    matrices = []
-    metrics = []
-    expected = []
-    for rows, columns in shapes:
-        M, P, Q = torch.randn(rows, columns, dtype=torch.float64), positive(rows), positive(columns)
-        matrices.append(M)
-        metrics.append(Metric(Dense(P, Blocks(rows)), Dense(Q, Blocks(columns))))
-        expected.append(by_definition(M, P, Q))
-    M, P, Q = torch.randn(3, 4, 6, dtype=torch.float64), positive(4, 3), positive(6, 3)
-    matrices.append(M)
-    metrics.append(Metric(Dense(P, Blocks(4, groups=3)), Dense(Q, Blocks(6, groups=3))))
-    expected.append(torch.stack([by_definition(*each) for each in zip(M, P, Q, strict=True)]))
-    B = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64))[0] * 0.5
+    *lead, rows, columns = shape
+    groups = lead[0] if lead else 1
+    M, P, Q = torch.randn(shape, dtype=torch.float64), positive(rows, *lead), positive(columns, *lead)
+    factors = [Dense(P, Blocks(rows, groups=groups)), Dense(Q, Blocks(columns, groups=groups))]
+    expected = by_definition(M, P, Q) if not lead else torch.stack(list(map(by_definition, M, P, Q)))
+    assert_close(whitened_msgn(M, *factors), expected, 1e-10)
+
+
+def test_every_form_of_factor_will_do():
+    torch.manual_seed(0)
     M = torch.randn(4, 6, dtype=torch.float64)
-    matrices += [M, M, M]
-    metrics += [Metric(None, LowRank(B, 2.0)), Metric(), Metric(None, metrics[0].inputs)]
+    B = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64))[0] * 0.5
     eye = torch.eye(6, dtype=torch.float64)
-    Qs = [eye / 2 - B @ B.T, eye, metrics[0].inputs.inverse]
-    expected += [by_definition(M, torch.eye(4, dtype=torch.float64), Q) for Q in Qs]
-    order = torch.randperm(len(matrices)).tolist()
-    shuffled = [matrices[i] for i in order]
-    msgn = WhitenedMsgn(shuffled, [metrics[i] for i in order])
-    for i, found in zip(order, msgn(shuffled), strict=True):
-        assert_close(found, expected[i], 1e-10, f"matrix {i}, {tuple(matrices[i].shape)}")
-
-
-def test_nothing_is_asked_of_it():
-    assert WhitenedMsgn([], [])([]) == []
+    one = torch.eye(4, dtype=torch.float64)
+    Q = positive(6)
+    for factor, inverse in ((LowRank(B, 2.0), eye / 2 - B @ B.T), (None, eye), (Dense(Q, Blocks(6)), Q)):
+        assert_close(whitened_msgn(M, None, factor), by_definition(M, one, inverse), 1e-10)
+        assert_close(whitened_msgn(M.mT, factor, None), by_definition(M.mT, inverse, one), 1e-10)
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (7, 5)])
 def test_it_has_the_singular_vectors_of_the_whitened_matrix(shape):
     torch.manual_seed(0)
     M = torch.randn(shape, dtype=torch.float64)
-    (found,) = WhitenedMsgn([M], [Metric()])([M])
+    found = whitened_msgn(M)
     left, _, right = torch.linalg.svd(M, full_matrices=False)
     inside = left.T @ found @ right.T
     assert_close(inside, torch.diag(inside.diagonal()), 1e-12)

@@ -10,7 +10,7 @@ from torch import nn
 
 import bprong
 from bprong.linalg.factors import Dense
-from bprong.linalg.orthogonal import Metric, WhitenedMsgn
+from bprong.linalg.orthogonal import whitened_msgn
 from bprong.optim import Periods
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import RMS, SpectralDirections
@@ -244,25 +244,26 @@ def test_half_whitening_is_whole_whitening_by_the_roots():
         bprong.BPRONG(m, "cross_entropy", lr=0.05, step="spectral", options=EXACT | {"power": power}, every=100)
         for m, power in ((half, "half"), (whole, "whole"))
     ]
-    original = SpectralDirections._metric
+    original = SpectralDirections._factors
     seen = []
 
-    def rooted(direction, layer):
+    def rooted(direction, stack):
         if direction is not optimizers[1]._rule.direction:
-            return original(direction, layer)
+            return original(direction, stack)
+        (layer,) = stack.layers
         roots = []
         for side in (layer.backward, layer.forward):
             values, vectors = torch.linalg.eigh(side.factor.inverse)
             seen.append(side)
             roots.append(Dense(vectors @ values.sqrt().diag() @ vectors.T, side.blocks))
-        return Metric(*roots)
+        return roots
 
     try:
-        SpectralDirections._metric = rooted
+        SpectralDirections._factors = rooted
         for m, optimizer in zip((half, whole), optimizers, strict=True):
             train(m, optimizer, batches(x, y, 20, 5))
     finally:
-        SpectralDirections._metric = original
+        SpectralDirections._factors = original
     assert seen
     assert_same_path(snapshot(half), snapshot(whole), 1e-9)
 
@@ -351,10 +352,8 @@ def test_the_state_of_the_other_step_is_refused(lr, step):
 def test_a_direction_does_not_depend_on_the_size_of_the_gradient(size, shape):
     """Squares of these overflow or vanish in float32."""
     M = torch.randn(shape, dtype=torch.float32)
-    (expected,) = WhitenedMsgn([M], [Metric()])([M])
-    (found,) = WhitenedMsgn([M * size], [Metric()])([M * size])
-    assert_close(found, expected, 1e-4)
-    assert not WhitenedMsgn([0 * M], [Metric()])([0 * M])[0].any()
+    assert_close(whitened_msgn(M * size), whitened_msgn(M), 1e-4)
+    assert not whitened_msgn(0 * M).any()
 
 
 def test_large_gradients_are_survived():

@@ -45,7 +45,7 @@ def whiten(layer, seed=0, centre=True):
 
 def direction_of(layer, gradients):
     """Of one layer alone."""
-    return Stack([layer]).precondition(gradients)[layer]
+    return Stack([layer]).precondition({layer: layer.gradients(gradients)})[layer]
 
 
 def gradients_of(layer, left_out=None):
@@ -196,6 +196,10 @@ def deep():
     return mlp(6, 6, 6, 6, 6, 2)
 
 
+def preconditioned(layers, gradients):
+    return layers._preconditioned({layer: layer.gradients(gradients) for layer in layers.values()})
+
+
 def stored_together(layers):
     """The names of the layers whose factors are slices of one tensor, for each such tensor."""
     found = {}
@@ -230,7 +234,7 @@ def test_directions_of_a_group_are_those_of_its_layers(bias, backward):
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
     expected = {layer: direction_of(layer, gradients) for layer in made}
     layers = Layers(made)
-    found = layers._preconditioned(gradients)
+    found = preconditioned(layers, gradients)
     assert stored_together(layers)
     assert list(found) == made
     for layer, (d_W, d_b) in found.items():
@@ -249,7 +253,7 @@ def test_only_layers_with_the_same_factors_form_a_group():
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
     expected = {layer: direction_of(layer, gradients) for layer in made}
     layers = Layers(made)
-    found = layers._preconditioned(gradients)
+    found = preconditioned(layers, gradients)
     assert stored_together(layers) == [["0", "1"]]
     for layer in made:
         assert_close(found[layer][0], expected[layer][0], 1e-13)
@@ -261,10 +265,10 @@ def test_a_group_is_formed_anew_when_a_factor_has_changed():
         whiten(layer)
     layers = Layers(made)
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
-    layers._preconditioned(gradients)
+    preconditioned(layers, gradients)
     whiten(made[1], seed=50)
     layers.changed()
-    assert_close(layers._preconditioned(gradients)[made[1]][0], direction_of(made[1], gradients)[0], 1e-13)
+    assert_close(preconditioned(layers, gradients)[made[1]][0], direction_of(made[1], gradients)[0], 1e-13)
 
 
 def test_a_layer_of_a_group_without_a_gradient_does_not_stop_the_others():

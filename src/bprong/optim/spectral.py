@@ -18,8 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, centred
-from bprong.linalg.orthogonal import Metric, WhitenedMsgn
+from bprong.linalg.factors import Damping, Factor, centred
+from bprong.linalg.orthogonal import whitened_msgn
 from bprong.optim.fallback import Fallback
 from bprong.optim.options import Power, Setup
 from bprong.optim.rules import (
@@ -32,7 +32,7 @@ from bprong.optim.rules import (
     note_lengths,
 )
 from bprong.whitening.layer import SIDES, Layer, SideName, WeightAndBias
-from bprong.whitening.layers import Layers
+from bprong.whitening.layers import Layers, Pairs, Stack, stacked
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
 EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so that they need fewer refreshes at first
@@ -89,34 +89,32 @@ class SpectralDirections(Directions):
             steps[p] = steps[p] + step if p in steps else step
         return {"whitened": steps}
 
-    def _directions(
-        self, all_layers: Layers, rates: Mapping[Tensor, float], averages: Mapping[Tensor, Tensor]
-    ) -> dict[Layer, WeightAndBias]:
-        """−η s Rᵀ msgn(R M Uᵀ) U of each layer that this process has the average of, and zero for its bias."""
-        layers = [layer for layer in all_layers.values() if layer.weight in averages]
-        if not layers:
+    def _directions(self, layers: Layers, rates: Mapping[Tensor, float], pairs: Pairs) -> dict[Layer, WeightAndBias]:
+        """−η s Rᵀ msgn(R M Uᵀ) U of each layer, and zero for its bias."""
+        pairs = {layer: pair for layer, pair in pairs.items() if pair[0] is not None}
+        directions: dict[Layer, Tensor] = {}
+        for stack in layers.stacks(pairs):
+            matrices = [centred(cast(Tensor, pairs[layer][0]), pairs[layer][1], layer.c) for layer in stack.layers]
+            msgn = whitened_msgn(cast(Tensor, stacked(matrices)), *self._factors(stack))
+            directions |= zip(stack.layers, [msgn] if len(matrices) == 1 else msgn.unbind(), strict=True)
+        if not directions:
             return {}
-        pairs = [layer.gradients(averages) for layer in layers]
-        matrices = [centred(cast(Tensor, M_W), M_b, layer.c) for layer, (M_W, M_b) in zip(layers, pairs, strict=True)]
-        key = tuple([(layer.name, M.dtype) for layer, M in zip(layers, matrices, strict=True)]), self.power
-        msgn = all_layers.cached(key, lambda: WhitenedMsgn(matrices, [self._metric(layer) for layer in layers]))
-        steps = msgn(matrices)
-        factors = [-rates[layer.weight] for layer in layers]
+        steps = list(directions.values())
+        factors = [-rates[layer.weight] for layer in directions]
         if self.rms is not None:
             norms = torch._foreach_norm(steps)
             torch._foreach_clamp_min_(norms, SMALLEST)
             torch._foreach_div_(steps, norms)
             factors = [factor * self.rms * math.sqrt(d.numel()) for factor, d in zip(factors, steps, strict=True)]
         torch._foreach_mul_(steps, factors)
-        zeros = [None if M_b is None else torch.zeros_like(M_b) for _, M_b in pairs]
-        return dict(zip(layers, zip(steps, zeros, strict=True), strict=True))
+        biases = [pairs[layer][1] for layer in directions]
+        zeros = [None if M_b is None else torch.zeros_like(M_b) for M_b in biases]
+        return dict(zip(directions, zip(steps, zeros, strict=True), strict=True))
 
-    def _metric(self, layer: Layer) -> Metric:
-        """The factors of a layer."""
-        factors = [side.factor for side in (layer.backward, layer.forward)]
-        if self.power == "whole":
-            return Metric(*factors)
-        return Metric(*[None if factor is None else factor.root for factor in factors])
+    def _factors(self, stack: Stack) -> list[Factor | None]:
+        """RᵀR and UᵀU of some layers."""
+        factors = [stack.left, stack.right]
+        return factors if self.power == "whole" else [None if factor is None else factor.root for factor in factors]
 
 
 class Spectral(RuleWithDamping):

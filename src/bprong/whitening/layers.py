@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from bprong.linalg.moments import Blocks, Moments
 from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, Side, WeightAndBias
 
-Value = TypeVar("Value")
 Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
 Rates = Mapping[Tensor, float]  # learning rates by parameter
+Pairs = Mapping[Layer, WeightAndBias]  # by layer: gradients, or what is made of them
 
 
-STACKED_UP_TO = 96  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
+STACKED_UP_TO = 128  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
 
 
 class Layers(dict[str, Layer]):
@@ -34,7 +34,7 @@ class Layers(dict[str, Layer]):
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
         self.sharding: Sharding | None = None  # None: every process has all factors
-        self._cache: dict[object, Any] = {}
+        self._stacks: tuple[object, list[Stack]] | None = None
 
     @property
     def parameters(self) -> set[Tensor]:
@@ -42,14 +42,7 @@ class Layers(dict[str, Layer]):
 
     def changed(self) -> None:
         """To be called when a factor has changed or a layer was removed."""
-        self._cache.clear()
-
-    def cached(self, key: object, make: Callable[[], Value]) -> Value:
-        """What is made of the factors once, until they change."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        value: Value = self._cache[key]
-        return value
+        self._stacks = None
 
     def is_own(self, layer: Layer) -> bool:
         """Whether this process has the factors of a layer."""
@@ -63,12 +56,12 @@ class Layers(dict[str, Layer]):
         return self.by_parameter(gradients, partial(self._preconditioned, rates=rates))
 
     def by_parameter(
-        self, values: Values, compute: Callable[[Values], Mapping[Layer, WeightAndBias]]
+        self, values: Values, compute: Callable[[Pairs], Mapping[Layer, WeightAndBias]]
     ) -> dict[Tensor, Tensor]:
         """What is computed of layers as values of whole parameters, of which several layers may have a part.
 
         values:   of the parameters, such as gradients
-        compute:  gives that of layers from them; each process does so for those that it has the factors of
+        compute:  makes of the values of layers others; each process does so for the layers that it has the factors of
         """
         into: dict[Tensor, Tensor] = {}
         sharding = self.sharding
@@ -76,15 +69,17 @@ class Layers(dict[str, Layer]):
             covered = self.parameters
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
-        for layer, (d_W, d_b) in compute(whole_values).items():
+        layers = self.values() if sharding is None else filter(self.is_own, self.values())
+        pairs = {layer: layer.gradients(whole_values) for layer in layers}
+        for layer, (d_W, d_b) in compute(pairs).items():
             layer.write(d_W, d_b, into)
         return into if sharding is None else sharding.distributed(into, values)
 
-    def _preconditioned(self, gradients: Values, rates: Rates | None = None) -> dict[Layer, WeightAndBias]:
-        """The natural gradients of the layers that this process has the factors of."""
+    def _preconditioned(self, pairs: Pairs, rates: Rates | None = None) -> dict[Layer, WeightAndBias]:
+        """The natural gradients of layers."""
         preconditioned: dict[Layer, WeightAndBias] = {}
-        for stack in self.cached("stacks", self._own_stacks):
-            preconditioned |= stack.precondition(gradients)
+        for stack in self.stacks(pairs):
+            preconditioned |= stack.precondition(pairs)
         if rates is None:
             return preconditioned
         scaled: dict[Layer, WeightAndBias] = {}
@@ -93,12 +88,15 @@ class Layers(dict[str, Layer]):
             scaled[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
         return scaled
 
-    def _own_stacks(self) -> list[Stack]:
-        groups: dict[object, list[Layer]] = {}
-        for layer in self.values():
-            if self.is_own(layer):
-                groups.setdefault(_shape_of_small(layer), []).append(layer)
-        return list(map(Stack, groups.values()))
+    def stacks(self, pairs: Pairs) -> list[Stack]:
+        """These layers by shape and by which of their values are present, kept until factors or values change."""
+        present = tuple([(layer, g_W is None, g_b is None) for layer, (g_W, g_b) in pairs.items()])
+        if self._stacks is None or self._stacks[0] != present:
+            groups: dict[object, list[Layer]] = {}
+            for layer, *missing in present:
+                groups.setdefault((_shape_of_small(layer), *missing), []).append(layer)
+            self._stacks = present, list(map(Stack, groups.values()))
+        return self._stacks[1]
 
     def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
         """The exact factors of those of the sides that can be factored with others of the same shape."""
@@ -116,7 +114,7 @@ class Layers(dict[str, Layer]):
         return factors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_cache": {}, "sharding": None}
+        return {"_stacks": None, "sharding": None}
 
 
 class Stack:
@@ -130,22 +128,17 @@ class Stack:
         self.layers = layers
         self.left = _shared_factor([layer.backward for layer in layers])
         self.right = _shared_factor([layer.forward for layer in layers])
-        self.c = _stacked([layer.c for layer in layers])
+        self.c = stacked([layer.c for layer in layers])
 
-    def precondition(self, gradients: Values) -> dict[Layer, WeightAndBias]:
+    def precondition(self, pairs: Pairs) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of each layer, the bias as seen from the centre c."""
-        pairs = [layer.gradients(gradients) for layer in self.layers]
-        if len(pairs) == 1:
-            return {self.layers[0]: precondition(self.left, self.right, self.c, *pairs[0])}
-        weights, biases = zip(*pairs, strict=True)
-        if None in weights or (None in biases and any(g is not None for g in biases)):
-            preconditioned: dict[Layer, WeightAndBias] = {}  # they differ in what they have
-            for layer in self.layers:
-                preconditioned |= Stack([layer]).precondition(gradients)
-            return preconditioned
-        d_W, d_b = precondition(self.left, self.right, self.c, _stacked(weights), _stacked(biases))
-        steps_of_biases = [None] * len(pairs) if d_b is None else d_b
-        return dict(zip(self.layers, zip(cast(Tensor, d_W), steps_of_biases, strict=True), strict=True))
+        layers = self.layers
+        if len(layers) == 1:
+            return {layers[0]: precondition(self.left, self.right, self.c, *pairs[layers[0]])}
+        weights, biases = zip(*[pairs[layer] for layer in layers], strict=True)
+        steps = precondition(self.left, self.right, self.c, stacked(weights), stacked(biases))
+        d_W, d_b = [[None] * len(layers) if step is None else step for step in steps]
+        return dict(zip(layers, zip(d_W, d_b, strict=True), strict=True))
 
 
 def _is_small(side: Side) -> bool:
@@ -171,7 +164,7 @@ def _shared_factor(sides: Sequence[Side]) -> Factor | None:
     return Dense(inverses, Blocks(sides[0].blocks.size, groups=len(sides)))
 
 
-def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """The tensors as one, a single one as it is; None if they are None."""
     if len(tensors) == 1 or tensors[0] is None:
         return tensors[0]
