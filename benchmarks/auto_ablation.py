@@ -29,9 +29,8 @@ from sixty_problems import train
 from bprong.experiments.bench.rows import Log, grouped
 from bprong.experiments.bench.tables import markdown
 from bprong.optim.auto import evaluation, step
-from bprong.optim.auto.rule import AutoRule
-from bprong.optim.auto.settings import SETTINGS
-from bprong.optim.auto.step import Automatic, NaturalDirections
+from bprong.optim.auto.rule import SETTINGS, AutoRule
+from bprong.optim.auto.step import NaturalDirections
 
 NEGLIGIBLE = 1e-3  # of the initial loss
 SCALED = {name: STANDARD[name] for name in ("regression-linear", "regression-relu")}
@@ -67,10 +66,6 @@ class Row:
 # Variants: changed constants, or methods that replace those of the rule -----------------------------------------------
 
 
-def without_momentum(self: Automatic, *arguments: Any) -> Any:
-    return {name: d for name, d in DIRECTIONS(self, *arguments).items() if name != "last"}
-
-
 def never_undone(self: AutoRule, *arguments: Any) -> bool:
     UPDATE_DAMPING(self, *arguments)
     return True
@@ -96,7 +91,6 @@ def unbraked(self: AutoRule, t: int) -> None:
     self.brake = brake
 
 
-DIRECTIONS = Automatic._directions
 UPDATE_DAMPING = AutoRule.update_damping
 UNDONE = AutoRule.undone
 OPTIMIZER_FOR = training.optimizer_for
@@ -113,11 +107,11 @@ VARIANTS: dict[str, list[Change]] = {
     "no bound between evaluations": [(AutoRule, "_estimated_length", lambda self, c, slopes: 0.0)],
     "no slope bound": [(AutoRule, "_allowed_part", part_without_slope_bound)],
     "first step as long as others": [{"caution": 1.0}],
-    "no momentum Δ₀": [(Automatic, "_directions", without_momentum)],
+    "no momentum Δ₀": [(NaturalDirections, "keeps_last_update", False)],
     "no bound on β": [{"most_fallback": 1e30}],
-    "λ fixed": [{"raise_lambda": 1.0, "lower_lambda": 1.0}],
+    "λ fixed": [{"raise_lambda": 1.0, "lower_lambda": 1.0, "leave_plateau": 1.0}],
     "no plateau rule": [(AutoRule, "curvature_ratio", property(lambda self: 1.0, lambda self, ratio: None))],
-    "no lower bound on D": [{"negligible": 0.0}],
+    "no lower bound on D": [{"faint": 0.0}],
     "no early refreshes": [(NaturalDirections, "early_steps", ())],
     "no sampling error in ε": [{"sampling": 0.0}],
     "no averages of α, β, μ": [(AutoRule, "_averaged", averaged_over_all)],

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import bprong
-from bprong.optim.auto.settings import SETTINGS
+from bprong.optim.auto.rule import SETTINGS
 from helpers import classification
 
 DATA = classification(60, 5, 3)

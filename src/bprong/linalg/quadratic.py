@@ -1,4 +1,4 @@
-"""The quadratic model of the loss along a few directions, and its minimum.
+"""The minimum of a quadratic model of the loss along a few directions.
 
     M(c) = ½ cᵀ A c + bᵀ c      d = Σ cᵢ dᵢ,  Aᵢⱼ = dᵢᵀ (F + λ) dⱼ,  bᵢ = ∇Lᵀ dᵢ
 
@@ -8,7 +8,7 @@ Martens & Grosse (2015, section 6) choose the step along the preconditioned grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -30,20 +30,18 @@ def minimiser(A: Array, b: Array, limits: Sequence[float]) -> Array:
     # parallel share a step instead of cancelling each other.
     H = A * scale[:, None] * scale + 1e-6 * np.eye(len(b))
     h = b * scale
-    scaled_limits = [limit / unit for limit, unit in zip(limits, scale.tolist(), strict=True)]
-    best = min(_candidates(H, h, scaled_limits), key=lambda c: float(c @ H @ c / 2 + h @ c))
+    upper = np.array(limits) / scale
+    # At the minimum each coordinate is free (NaN here), zero, or at its limit.
+    choices = [(math.nan, 0.0) if math.isinf(limit) else (math.nan, 0.0, limit) for limit in upper]
+    candidates = []
+    for choice in product(*choices):
+        c = np.array(choice)
+        free = np.isnan(c)
+        c[free] = 0.0
+        c[free] = -np.linalg.solve(H[free][:, free], (h + H @ c)[free])
+        if ((c >= 0) & (c <= upper)).all():
+            candidates.append(c)
+            if free.all():  # the minimum over all c
+                break
+    best = min(candidates, key=lambda c: float(c @ H @ c / 2 + h @ c))
     return best * scale + 0.0  # +0.0 turns −0 into 0
-
-
-def _candidates(A: Array, b: Array, limits: Sequence[float]) -> Iterator[Array]:
-    """Yield the minimum over the free coordinates, if allowed, for each way to fix others at 0 or at their limit."""
-    choices = [(None, 0.0) if math.isinf(limit) else (None, 0.0, limit) for limit in limits]
-    for fixed in product(*choices):
-        c = np.array([value or 0.0 for value in fixed])
-        free = [i for i, value in enumerate(fixed) if value is None]
-        if free:
-            c[free] = -np.linalg.solve(A[free][:, free], (b + A @ c)[free])
-        if all(0 <= x <= limit for x, limit in zip(c, limits, strict=True)):
-            yield c
-            if len(free) == len(b):  # nothing is fixed: the global minimum
-                return

@@ -15,12 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from scipy.linalg.lapack import dpotrf, dpotri
-from torch import Tensor
 
-from bprong.optim.auto.evaluation import Evaluation
-from bprong.optim.auto.rule import AutoRule
+from bprong.optim.auto.rule import AutoRule, Evaluation
 from bprong.sklearn.network import Array, Direction, Likelihood, Network
 
 T = TypeVar("T")
@@ -196,20 +193,20 @@ class Trainer:
             rule.evaluate_until = self.t + 1
             rule.loss = None
         slopes = {name: gradient.dot(d) for name, d in directions.items()}
-        found = metric = None
+        evaluation = None
         if rule.evaluates(self.t):
-            found, metric = self._evaluated(known, list(directions.values()), batch)
-        c = rule.choose(self.t, slopes, found, metric)
+            evaluation = self._evaluated(known, list(directions.values()), batch)
+        c = rule.choose(self.t, slopes, evaluation)
         self._update_(directions, c)
         self.t += 1
-        self.pending = None if batch.whole or found is None else directions["whitened"]
+        self.pending = None if batch.whole or evaluation is None else directions["whitened"]
         loss = known.nll + self._penalty(parameters, batch)
-        if found is not None and metric is not None:
+        if evaluation is not None:
             now = self._passed(batch)
             self._known = now if batch.whole else None
             change = now.nll + self._penalty(self.network.parameters, batch) - loss
             # λ is judged by the whole loss: at its minimum the slopes of −log p and of the penalty cancel.
-            whole = replace(found, Q=found.Q + metric[1], slopes=torch.from_numpy(np.array(list(slopes.values()))))
+            whole = replace(evaluation, Q=evaluation.Q + evaluation.penalty, slopes=np.array(list(slopes.values())))
             if not rule.update_damping(whole, c, change):
                 self._undo_()
         return loss
@@ -266,23 +263,26 @@ class Trainer:
         for layer, z, delta in zip(self.layers, known.z, deltas, strict=False):
             same = batch.whole and z is batch.X and layer.inputs.weight > 0
             layer.record(z, delta, batch.share, keep, settings.max_dim, same)
-            layer.factor(lam, self.rule.settings.negligible * lam, mean.dtype)
+            layer.factor(lam, self.rule.settings.faint * lam, mean.dtype)
 
-    def _evaluated(
-        self, known: Pass, directions: list[Direction], batch: Batch
-    ) -> tuple[Evaluation, tuple[Tensor, Tensor]]:
-        """The quadratic model of −log p along the directions; their products, and the curvature of the penalty."""
+    def _evaluated(self, known: Pass, directions: list[Direction], batch: Batch) -> Evaluation:
+        """The quadratic model of −log p and of the penalty along the directions."""
         V = [self.network.change(known.z, d) for d in directions]
         FV = [batch.share[:, None] * self.likelihood.fisher_times(known.mean, v) for v in V]
-        G = _table(directions, directions, Direction.dot)
-        penalty = batch.penalty * _table(directions, directions, Direction.dot_weights)
-        return Evaluation(_table(V, FV, np.vdot), known.nll, torch.zeros(len(V)), len(known.mean)), (G, penalty)
+        return Evaluation(
+            Q=_table(V, FV, np.vdot),
+            G=_table(directions, directions, Direction.dot),
+            penalty=batch.penalty * _table(directions, directions, Direction.dot_weights),
+            loss=known.nll,
+            slopes=np.zeros(len(V)),
+            targets=len(known.mean),
+        )
 
 
-def _table(left: list[T], right: list[T], product: Callable[[T, T], float]) -> Tensor:
-    """The symmetric matrix of the products, in float64."""
+def _table(left: list[T], right: list[T], product: Callable[[T, T], float]) -> Array:
+    """The symmetric matrix of the products."""
     table = np.empty((len(left), len(left)))
     for i, first in enumerate(left):
         for j, second in enumerate(right[: i + 1]):
             table[i, j] = table[j, i] = product(first, second)
-    return torch.from_numpy(table)
+    return table

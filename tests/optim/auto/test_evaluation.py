@@ -19,8 +19,8 @@ from bprong.capture.recorder import Recorder
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from bprong.optim.auto import evaluation
-from bprong.optim.auto.evaluation import LossModel, evaluated_counts
-from bprong.optim.auto.settings import SETTINGS
+from bprong.optim.auto.evaluation import LossModel, evaluated_subsets
+from bprong.optim.auto.rule import SETTINGS
 from helpers import assert_unchanged, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches
 
@@ -79,15 +79,15 @@ def token_batch(count, length, ignored=0.0, flatten=False):
 )
 def test_targets_are_counted_and_not_examples(count, length, ignored, expected, flatten):
     batch, likelihood = token_batch(count, length, ignored, flatten)
-    assert evaluated_counts([batch], likelihood, everything=False) == [expected]
-    assert evaluated_counts([batch], likelihood, everything=True) == [count]
+    assert evaluated_subsets([batch], likelihood) == [(batch, Subset(expected, count))]
+    assert evaluated_subsets([batch], likelihood, everything=True) == [(batch, Subset(count, count))]
 
 
 def test_targets_of_several_batches_are_counted_together():
     """Two of sixteen sequences each: a quarter of both is eight, all from the first."""
     first, likelihood = token_batch(16, 64)
     second, _ = token_batch(16, 64)
-    assert evaluated_counts([first, second], likelihood, everything=False) == [8, 0]
+    assert evaluated_subsets([first, second], likelihood) == [(first, Subset(8, 16))]
 
 
 @pytest.mark.parametrize("size", quick_cases([16, 100], 100))
@@ -365,7 +365,7 @@ def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(
     if observed:
         batch = Batch(x, f.detach(), targets=Targets.observed(declared, y))
     direction = {p: torch.randn_like(p) for p in model.parameters()}
-    found = LossModel(model, declared.likelihood).evaluate([direction], [batch], seed=0)
+    found = LossModel(model, declared.likelihood).evaluate([direction], [batch], {}, seed=0)
     ignored = int((y == -100).sum())
     count = math.ceil(SETTINGS.evaluated_least * 100 / (100 - ignored))
     assert found.part == count / 100
@@ -375,4 +375,4 @@ def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(
     gradients = torch.autograd.grad(expected, list(direction))
     assert found.loss == pytest.approx(float(expected.detach()), rel=1e-9)
     slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction.values(), strict=True))
-    assert float(found.slopes) == pytest.approx(slope, rel=1e-9)
+    assert found.slopes == pytest.approx(slope, rel=1e-9)

@@ -2,24 +2,22 @@
 
 import copy
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
-import torch
 
 from automatic import auto, bound
-from bprong.optim.auto.evaluation import Evaluation
-from bprong.optim.auto.rule import AutoRule
-from bprong.optim.auto.settings import SETTINGS, AutoSettings
+from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoSettings, Evaluation
 from helpers import mlp
 
 NAMES = ("whitened", "adam", "last")
 RIDGE = 1e-5  # the minimiser's own is a tenth of it
 VARIED = AutoSettings(
     evaluate_every=5, evaluate_share=0.2, evaluated_part=0.5, evaluated_least=48, early_refreshes=(3,),
-    initial_lambda=3e-3, well=0.9, raise_lambda=3.0, lower_lambda=1.5, negligible=0.1, sampling=0.7, keep=0.4,
-    least_trust=0.1, most_momentum=0.8, most_fallback=0.05, bound_share=0.1, bound_nats=0.3, bound_late=0.4,
-    cautious=0.125, blow_up=5.0,
+    initial_lambda=3e-3, well=0.9, raise_lambda=3.0, lower_lambda=1.5, leave_plateau=7.0, plateau=0.1, faint=0.03,
+    sampling=0.7, keep=0.4, least_trust=0.1, most_momentum=0.8, most_fallback=0.05, clamp=3.0, bound_share=0.1,
+    bound_nats=0.3, bound_late=0.4, first_part=0.2, blow_up=5.0, undone_part=0.125, release=2.5,
 )  # fmt: skip
 
 
@@ -41,15 +39,14 @@ def test_the_other_constants_are_all_different():
 
 def found(curvatures, loss, examples=64, slopes=None):
     """An evaluation of directions that are orthogonal in F."""
-    Q = torch.tensor(curvatures, dtype=torch.float64).diag()
-    slopes = torch.tensor(slopes or [0.0] * len(curvatures), dtype=torch.float64)
-    return Evaluation(Q, loss, slopes, examples)
+    zero = np.zeros((len(curvatures), len(curvatures)))
+    return Evaluation(np.diag(curvatures), zero, zero, loss, np.array(slopes or zero[0]), examples)
 
 
 def choose(rule, t, slope, curvature=1.0, loss=1.0, examples=64, lr=1.0, product=0.0):
     """α if Δ is the only direction; product: ΔᵀΔ, which λ multiplies."""
-    metric = (torch.full((1, 1), product, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))
-    return rule.choose(t, {"whitened": slope}, found([curvature], loss, examples), metric, lr)["whitened"]
+    evaluation = replace(found([curvature], loss, examples), G=np.full((1, 1), product))
+    return rule.choose(t, {"whitened": slope}, evaluation, lr)["whitened"]
 
 
 def ask(rule, t, alpha, curvature=1e-6, loss=40.0):
@@ -119,7 +116,7 @@ def test_predictions_move_by_no_more_than_a_share_of_the_loss_whatever_the_learn
     most = bound(loss, settings)
     for t in (3, 4, 20, 30):
         assert longest(rule, t, loss, lr) == pytest.approx(most)
-    between = rule.choose(31, {"whitened": -2 * math.sqrt(2 * most)}, None, None, lr)["whitened"]
+    between = rule.choose(31, {"whitened": -2 * math.sqrt(2 * most)}, None, lr)["whitened"]
     assert between**2 / 2 == pytest.approx(most)
     assert rule.coefficients["whitened"] ** 2 / 2 == pytest.approx(most)  # nor does the average remember more
 
@@ -128,7 +125,7 @@ def test_within_the_bound_the_learning_rate_multiplies_the_step(settings):
     rule = rule_of(settings)
     for lr in (0.1, 1.0, 7.0):
         assert choose(rule, 3, -1e-3, lr=lr) == pytest.approx(lr * 1e-3, rel=RIDGE)
-        between = rule.choose(4, {"whitened": -1e-3}, None, None, lr)["whitened"]
+        between = rule.choose(4, {"whitened": -1e-3}, None, lr)["whitened"]
         assert between == pytest.approx(lr * 1e-3, rel=RIDGE)
 
 
@@ -139,24 +136,23 @@ def test_the_users_bound_holds_if_it_is_the_lower_one(settings):
 
 @pytest.mark.parametrize("most", [0.0, 1e-9, 0.3, 10.0])
 def test_a_step_along_several_directions_is_shortened_to_the_bound_and_never_lengthened(most, settings):
-    Q = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
-    asked = torch.tensor([0.7, 0.4], dtype=torch.float64)
+    Q = np.array([[2.0, 0.5], [0.5, 1.0]])
+    asked = np.array([0.7, 0.4])
     length = float(asked @ Q @ asked / 2)
     slopes = dict(zip(("whitened", "last"), (-Q @ asked).tolist(), strict=True))
-    zero = torch.zeros(2, 2, dtype=torch.float64)
-    c = rule_of(settings, most=most).choose(3, slopes, Evaluation(Q, 40.0, zero[0], 64), (zero, zero))
+    c = rule_of(settings, most=most).choose(3, slopes, replace(found([2.0, 1.0], 40.0), Q=Q))
     part = math.sqrt(min(length, most) / length)
     assert list(c.values()) == pytest.approx((part * asked).tolist(), rel=RIDGE)
 
 
 def test_the_first_step_may_go_a_part_of_the_bound_and_good_steps_double_it(settings):
-    assert AutoRule().caution == SETTINGS.cautious
-    rule = rule_of(settings, caution=settings.cautious)
+    assert AutoRule().caution == SETTINGS.first_part
+    rule = rule_of(settings, caution=settings.first_part)
     lengths = []
     for t in range(5):
         lengths.append(longest(rule, t) / bound(1.0, settings))
         update(rule, 0.5)
-    assert lengths == pytest.approx([min(1.0, settings.cautious * 2**t) for t in range(5)])
+    assert lengths == pytest.approx([min(1.0, settings.first_part * 2**t) for t in range(5)])
 
 
 def undo(rule, t):
@@ -175,7 +171,7 @@ def test_after_an_undone_update_a_part_of_its_length_is_allowed(settings):
         lengths.append(longest(rule, 4))
     update(rule, 0.5)
     lengths.append(longest(rule, 5))
-    part = settings.cautious
+    part = settings.undone_part
     assert [x / lengths[0] for x in lengths] == pytest.approx([1, part, part**2, 2 * part**2])
     for _ in range(20):
         undo(rule, 5)
@@ -184,7 +180,7 @@ def test_after_an_undone_update_a_part_of_its_length_is_allowed(settings):
     assert longest(rule, 6) == pytest.approx(1e-6 * bound(1.0, settings))
     nowhere = rule_of(settings, most=0.0)
     nowhere.undone(3)
-    assert nowhere.caution == settings.cautious
+    assert nowhere.caution == settings.undone_part
 
 
 def test_after_an_undone_update_the_slope_counts_for_less(settings):
@@ -193,11 +189,11 @@ def test_after_an_undone_update_the_slope_counts_for_less(settings):
     alphas = [choose(rule, 3, -1e-3)]
     for t in (4, 5):
         undo(rule, t)
-        between = rule.choose(t, {"whitened": -1e-3}, None, None)["whitened"]
+        between = rule.choose(t, {"whitened": -1e-3}, None)["whitened"]
         assert between <= alphas[-1] / 2
         assert rule.coefficients["whitened"] == pytest.approx(alphas[-1] / 2)
         alphas.append(choose(rule, t, -1e-3))
-    assert alphas == pytest.approx([1e-3 * settings.cautious**n for n in range(3)], rel=RIDGE)
+    assert alphas == pytest.approx([1e-3 * settings.undone_part**n for n in range(3)], rel=RIDGE)
 
 
 def test_the_brake_is_released_while_the_next_batch_would_have_gone_further(settings):
@@ -206,18 +202,18 @@ def test_the_brake_is_released_while_the_next_batch_would_have_gone_further(sett
     choose(rule, 3, -0.1)
     undo(rule, 3)
     rule.caution = 1.0
-    expected = settings.cautious
+    expected = settings.undone_part
     for t in range(4, 22):
         rule.evaluate_until = t + 1  # nothing is averaged
         alpha = choose(rule, t, -0.1)
         assert alpha == pytest.approx(0.1 * expected, rel=RIDGE)
-        rule.choose(t, {"whitened": -0.1}, None, None)  # a step that is not evaluated changes nothing
+        rule.choose(t, {"whitened": -0.1}, None)  # a step that is not evaluated changes nothing
         too_far = copy.deepcopy(rule)
         too_far.update_trust(1e-3)
         assert too_far.brake == rule.brake == pytest.approx(expected)
         rule.update_trust(-0.1 + alpha)
-        fast = min(settings.raise_lambda * expected, 0.5)
-        expected = min(1.0, max(fast, settings.raise_lambda**0.25 * expected))
+        fast = min(settings.release * expected, 0.5)
+        expected = min(1.0, max(fast, settings.release**0.25 * expected))
     assert rule.brake == 1.0
 
 
@@ -228,7 +224,7 @@ def test_no_slope_is_trusted_to_decrease_the_loss_by_more_than_there_is(slope, s
     most = 2 * 0.7
     for lr in (1.0, 50.0):
         assert -slope * choose(rule, 3, slope, 1e-9, 0.7, lr=lr) == pytest.approx(most)
-        between = rule.choose(4, {"whitened": 2 * slope}, None, None, lr)["whitened"]
+        between = rule.choose(4, {"whitened": 2 * slope}, None, lr)["whitened"]
         assert -2 * slope * between == pytest.approx(most)
 
 
@@ -257,8 +253,7 @@ def all_three(rule, t, asked):
     """The coefficients if these minimise the quadratic model."""
     c = [1e-6] * len(asked)
     slopes = {name: -1e-6 * x for name, x in zip(NAMES, asked, strict=False)}
-    zero = torch.zeros(len(c), len(c), dtype=torch.float64)
-    return list(rule.choose(t, slopes, found(c, 4000.0), (zero, zero)).values())
+    return list(rule.choose(t, slopes, found(c, 4000.0)).values())
 
 
 def test_adams_direction_and_the_last_update_have_upper_bounds_and_the_whitened_direction_has_none(settings):
@@ -276,7 +271,7 @@ def test_one_evaluation_counts_for_a_limited_factor_more_or_less_than_the_averag
     assert ask(rule, settings.evaluate_every - 2, 1.0) == pytest.approx(1.0, rel=RIDGE)
     early = copy.deepcopy(rule)
     assert ask(early, settings.evaluate_every - 1, asked) == pytest.approx(max(asked, 0), rel=RIDGE)
-    clamped = min(max(asked, settings.cautious), 1 / settings.cautious)
+    clamped = min(max(asked, 1 / settings.clamp), settings.clamp)
     average = settings.keep + (1 - settings.keep) * clamped
     assert ask(rule, settings.evaluate_every, asked) == pytest.approx(min(average, 2 * clamped), rel=RIDGE)
 
@@ -296,9 +291,8 @@ def test_all_averages_keep_the_same_part(settings):
     before = [1.0, settings.most_fallback, 0.5]
     all_three(rule, 20, before)
     rule.update_trust(rule.slope_change - 1e-6)
-    zero = torch.zeros(3, 3, dtype=torch.float64)
     slopes = {name: -0.5e-6 * x for name, x in zip(NAMES, before, strict=True)}
-    after = rule.choose(30, slopes, found([1e-6] * 3, 2000.0), (zero, zero))
+    after = rule.choose(30, slopes, found([1e-6] * 3, 2000.0))
     rule.update_trust(rule.slope_change - 0.5e-6)
     part = settings.keep + (1 - settings.keep) / 2
     assert list(after.values()) == pytest.approx([part * x for x in before], rel=RIDGE)
@@ -310,14 +304,13 @@ def test_between_evaluations_the_coefficients_stay(settings):
     rule = rule_of(settings)
     before = all_three(rule, 20, [1.0, settings.most_fallback / 2, 0.5])
     for t in (21, 29):
-        assert rule.choose(t, {"whitened": -2e-6}, None, None) == dict(zip(NAMES, before, strict=True))
+        assert rule.choose(t, {"whitened": -2e-6}, None) == dict(zip(NAMES, before, strict=True))
 
 
 def test_a_gradient_of_zero_changes_no_coefficient(settings):
     rule = rule_of(settings)
     before = all_three(rule, 20, [1.0, settings.most_fallback / 2, 0.5])
-    zero = torch.zeros(3, 3, dtype=torch.float64)
-    after = rule.choose(30, dict.fromkeys(NAMES, 0.0), found([0.0] * 3, 4000.0), (zero, zero))
+    after = rule.choose(30, dict.fromkeys(NAMES, 0.0), found([0.0] * 3, 4000.0))
     assert list(after.values()) == before
     assert all_three(rule, 40, [1.0, settings.most_fallback / 2, 0.5]) == pytest.approx(before, rel=RIDGE)
 
@@ -381,12 +374,12 @@ def test_damping_neither_vanishes_nor_overflows(came_true, settings):
 
 @pytest.mark.parametrize(("bounds", "good"), [(1.9, True), (2.1, False), (math.nan, False), (math.inf, False)])
 def test_a_step_that_raises_the_loss_by_more_than_twice_the_bound_is_to_be_undone(bounds, good, settings):
-    rule = rule_of(settings, caution=settings.cautious)
+    rule = rule_of(settings, caution=settings.first_part)
     choose(rule, 3, -0.01)
     evaluation = found([1.0], 1.0, slopes=[-0.2])
     assert rule.update_damping(evaluation, {"whitened": 0.2}, bounds * bound(1.0, settings)) is good
     assert rule.lam == settings.raise_lambda * settings.initial_lambda
-    assert rule.caution == (2 if good else 1) * settings.cautious
+    assert rule.caution == (2 if good else 1) * settings.first_part
 
 
 def test_on_a_plateau_damping_falls_fast(settings):
@@ -399,12 +392,12 @@ def test_on_a_plateau_damping_falls_fast(settings):
         choose(rule, 3, -1e-3 * ratio * before, ratio * before, product=1.0)
         return update(rule, came_true) / before
 
-    fast = 1 / settings.raise_lambda**2
-    assert [kept(0.9 * settings.negligible) for _ in range(10)] == pytest.approx([fast] * 10)
-    slowly = [kept(ratio) for ratio in (1.1 * settings.negligible, 0.9, 1.0, 1.1, 1e3)]
+    fast = 1 / settings.leave_plateau
+    assert [kept(0.9 * settings.plateau) for _ in range(10)] == pytest.approx([fast] * 10)
+    slowly = [kept(ratio) for ratio in (1.1 * settings.plateau, 0.9, 1.0, 1.1, 1e3)]
     assert slowly == pytest.approx([1 / settings.lower_lambda] * 5)
-    assert kept(0.9 * settings.negligible, came_true=0.5) == 1
-    assert kept(0.9 * settings.negligible, came_true=0.0) == pytest.approx(settings.raise_lambda)
+    assert kept(0.9 * settings.plateau, came_true=0.5) == 1
+    assert kept(0.9 * settings.plateau, came_true=0.0) == pytest.approx(settings.raise_lambda)
 
 
 def test_the_loss_blows_up_relative_to_where_it_began(settings):
@@ -434,7 +427,7 @@ def test_a_certain_output_counts_as_a_faint_one(settings):
         forward = rule.damping(layer, layer.forward).value
         backward = rule.damping(layer, layer.backward).value
         assert forward * backward == pytest.approx(settings.initial_lambda)
-        assert forward / backward == pytest.approx(4 / max(d, settings.negligible * settings.initial_lambda))
+        assert forward / backward == pytest.approx(4 / max(d, settings.faint * settings.initial_lambda))
 
 
 def test_few_observations_add_damping(settings):

@@ -15,7 +15,7 @@ from automatic import bound
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.contexts import own_pass
 from bprong.linalg.quadratic import minimiser
-from bprong.optim.auto.settings import SETTINGS
+from bprong.optim.auto.rule import SETTINGS
 from helpers import assert_close, classification, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches
 
@@ -129,7 +129,7 @@ def test_the_first_two_steps_minimise_the_quadratic_model(kind, decay):
         A = d @ F_ @ d.T + (lam + decay) * d @ d.T
         c = torch.from_numpy(minimiser(A.numpy(), slopes.numpy(), most))
         length = float(c @ d @ F_ @ d.T @ c) / 2
-        c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.cautious * 2**step / length))
+        c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.first_part * 2**step / length))
         slope_change = float(delta @ F_ @ (c @ d) + decay * delta @ (c @ d))
         before = vector(model, lambda p: p.detach().clone())
         run(model, optimizer, [(x, y)], LOSSES[kind])

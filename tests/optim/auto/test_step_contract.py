@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 import bprong
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
-from bprong.optim.auto.settings import SETTINGS
+from bprong.optim.auto.rule import SETTINGS
 from helpers import assert_close, assert_unchanged, mlp, quick_cases, snapshot
 from training import batches, train
 

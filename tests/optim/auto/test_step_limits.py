@@ -12,7 +12,7 @@ import bprong
 from automatic import DATA, auto, bound, loss_of
 from bprong import WhiteningWarning
 from bprong.audit import fisher_factors, fisher_matrices
-from bprong.optim.auto.settings import SETTINGS
+from bprong.optim.auto.rule import SETTINGS
 from bprong.whitening.schedule import evaluation_period
 from helpers import assert_close, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches, train
@@ -49,7 +49,7 @@ def test_no_learning_rate_moves_predictions_further_than_the_bound(lr):
     found, losses = moves(model, optimizer, 10)
     for t, (length, loss) in enumerate(zip(found, losses, strict=True)):
         averaged = loss if averaged is None else SETTINGS.keep * averaged + (1 - SETTINGS.keep) * loss
-        most = bound(averaged) * min(1.0, SETTINGS.cautious * 2**t)
+        most = bound(averaged) * min(1.0, SETTINGS.first_part * 2**t)
         assert length == pytest.approx(most) if lr > 1 else length <= 1.000001 * most
     assert losses[-1] < losses[0] / 10
 
@@ -59,7 +59,7 @@ def test_max_step_bounds_the_length_of_every_step_and_is_reached():
     model = mlp(5, 4, 3)
     found, losses = moves(model, auto(model, max_step=0.05, options=EXACT), 8)
     lengths = [math.sqrt(2 * x) for x in found]
-    parts = [min(1.0, SETTINGS.cautious * 2**t) for t in range(3)]
+    parts = [min(1.0, SETTINGS.first_part * 2**t) for t in range(3)]
     assert lengths[:3] == pytest.approx([0.05 * math.sqrt(part) for part in parts], rel=1e-6)
     assert max(lengths) <= 0.05 * (1 + 1e-6)
     assert losses[-1] < losses[0]
@@ -265,7 +265,7 @@ def test_after_an_undone_update_the_brake_is_released_by_evaluations_only():
         p.data += wrong
         optimizer.state[p]["last_update"] += wrong
     train(model, optimizer, [batch])
-    assert rule.brake == SETTINGS.cautious
+    assert rule.brake == SETTINGS.undone_part
     evaluated = False
     for t in range(25, 125):  # the step that was undone is not counted
         before = rule.brake

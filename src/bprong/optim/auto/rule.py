@@ -18,16 +18,147 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from bprong.linalg.factors import Damping
 from bprong.linalg.quadratic import Array, minimiser
-from bprong.optim.auto.evaluation import Evaluation
-from bprong.optim.auto.settings import SETTINGS, AutoSettings, AutoState, Parts
 from bprong.whitening.layer import Layer, Side
+
+Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
+
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """The constants of the rule; docs/auto.md shows what happens without the mechanisms they belong to.
+
+    evaluate_every    the quadratic model is evaluated at this many steps at the start and after an undone update, and
+                      then once in as many steps
+    evaluate_share    the share of run time that evaluations may take after ten times as many steps: they are made less
+                      often if they would take more
+    evaluated_part    the part of a batch that an evaluation is made on,
+    evaluated_least   and its least number of targets; the loss of fewer targets counts less in its average
+    early_refreshes   steps at which statistics are measured again, since the first steps are the largest
+    initial_lambda    λ at the start
+    well              the ratio of the actual to the predicted decrease above which λ falls; it rises below 1 − well
+    raise_lambda      the factor by which λ rises
+    lower_lambda      the factor by which λ falls,
+    leave_plateau     and by which it falls on a plateau:
+    plateau           where dᵀFd / λ‖d‖² is below this, so that λ alone limits a step
+    faint             a lower bound on D's mean eigenvalue, relative to λ, for outputs whose errors vanish
+    sampling          times tr/N, added to ε: the sampling error of eigenvalues from N observations
+    keep              what averages keep at an evaluation: of α, β and μ, of slopes, of the loss
+    least_trust       the lower bound of s, which is underestimated if an epoch has few batches
+    most_momentum     the upper bound of μ
+    most_fallback     the upper bound of β, the learning rate of Adam's direction
+    clamp             the factor by which α of one evaluation may differ from its average
+    bound_share, bound_nats, bound_late
+                      the bound on ½dᵀFd: bound_share · loss, or min(bound_nats, bound_late · loss) if that is more
+    first_part        the part of this bound that is allowed at first
+    blow_up           the loss, relative to the first loss, above which the last update is undone
+    undone_part       how much less ½dᵀFd, and how much less of the slope, is allowed after an undone update
+    release           the factor by which the slope counts for more again while the next batch would have gone further,
+                      up to half of what was undone; beyond, its fourth root
+    """
+
+    evaluate_every: int = 10
+    evaluate_share: float = 0.1
+    evaluated_part: float = 0.25
+    evaluated_least: int = 64
+    early_refreshes: tuple[int, ...] = (2, 6)
+    initial_lambda: float = 1e-3
+    well: float = 0.75
+    raise_lambda: float = 2.0
+    lower_lambda: float = 1.1
+    leave_plateau: float = 4.0
+    plateau: float = 0.01
+    faint: float = 0.01
+    sampling: float = 0.2
+    keep: float = 0.8
+    least_trust: float = 0.05
+    most_momentum: float = 0.95
+    most_fallback: float = 0.01
+    clamp: float = 4.0
+    bound_share: float = 0.05
+    bound_nats: float = 0.1
+    bound_late: float = 0.25
+    first_part: float = 0.25
+    blow_up: float = 10.0
+    undone_part: float = 0.25
+    release: float = 2.0
+
+
+SETTINGS = AutoSettings()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a step along some directions, of which Δ is the first.
+
+    Q         (k, k) dᵢᵀ F dⱼ
+    G         (k, k) dᵢᵀ dⱼ, which λ multiplies
+    penalty   (k, k) the curvature of the penalty on parameters that weight decay is
+    loss      the mean −log p of a target; None: the targets are not known
+    slopes    (k,) its derivatives along the directions, on the examples that Q is of; zero if it is not known
+    targets   the number of targets of these examples
+    part      the part of all examples that they are
+    loss_now  computes the loss again, at the current parameters, on the same examples and random numbers
+    """
+
+    Q: Array
+    G: Array
+    penalty: Array
+    loss: float | None
+    slopes: Array
+    targets: int
+    part: float = 1.0
+    loss_now: Callable[[], float] = lambda: math.nan
+
+
+@dataclass
+class AutoState:
+    """What outlives a step: plain values, all of them in checkpoints.
+
+    lam              λ
+    slope_kept, slope_promised
+                     averages of the decrease along Δ that the next batch showed, and that its own batch promised
+    caution          the part of the bound on ½dᵀFd that is allowed; it doubles with each good step
+    brake            times s: below one after an undone update, until the next batch would have gone further
+    brake_safe       half of the brake at which an update was last undone: up to there the brake is released fast, and
+                     beyond it slowly
+    loss             the averaged loss, as mean −log p of a target; `first_loss` is the first one
+    coefficients     α, β and μ
+    length           ½dᵀFd of the last step, measured or estimated
+    curvature        dᵢᵀFdᵢ of each direction at the last evaluation
+    slope            ∇LᵀΔ at the last evaluation
+    slope_change     the predicted change of this slope by the step that was made: (Qc)_Δ
+    curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
+    ratio            of the actual to the predicted decrease; None: unknown
+    evaluate_until   the step until which all are evaluated
+    period           steps between evaluations that `evaluate_share` asks for; None: not known yet
+    scale            of the user's loss relative to the mean −log p of a target
+    """
+
+    lam: float = SETTINGS.initial_lambda
+    slope_kept: float = 1.0
+    slope_promised: float = 1.0
+    caution: float = SETTINGS.first_part
+    brake: float = 1.0
+    brake_safe: float = 1.0
+    loss: float | None = None
+    first_loss: float | None = None
+    coefficients: Parts = field(default_factory=dict)
+    length: float = 0.0
+    curvature: Parts = field(default_factory=dict)
+    slope: float = 0.0
+    slope_change: float = 0.0
+    curvature_ratio: float = 1.0
+    ratio: float | None = None
+    evaluate_until: int = SETTINGS.evaluate_every
+    period: int | None = None
+    scale: float = 1.0
 
 
 @dataclass
@@ -61,29 +192,32 @@ class AutoRule(AutoState):
         if self.damping_given or side.mean_eigenvalue is None:
             return None
         forward = layer.forward.mean_eigenvalue or 0.0
-        backward = layer.backward.mean_eigenvalue
         z = forward if forward > 0 else 1.0
-        d = 1.0 if backward is None else max(backward, self.settings.negligible * self.lam)
-        observations = side.observations if backward is None else layer.backward.observations
+        d = 1.0
+        observations = side.observations
+        if layer.backward.mean_eigenvalue is not None:
+            d = max(layer.backward.mean_eigenvalue, self.settings.faint * self.lam)
+            observations = layer.backward.observations
+        of_side, of_other = (z, d) if side.of_inputs else (d, z)
+        epsilon = math.sqrt(self.lam * of_side / of_other)
+        if side.of_inputs and layer.linear.one_hot:
+            return Damping(epsilon)
         sampling = self.settings.sampling * side.blocks.size * side.blocks.count / observations
-        if not side.of_inputs:
-            return Damping(math.sqrt(self.lam * d / z) + sampling * d)
-        epsilon = math.sqrt(self.lam * z / d) + (0.0 if layer.linear.one_hot else sampling * z)
-        return Damping(epsilon)
+        return Damping(epsilon + sampling * of_side)
 
-    def update_damping(self, found: Evaluation, c: Parts, change: float) -> bool:
+    def update_damping(self, evaluation: Evaluation, c: Parts, change: float) -> bool:
         """Adapts λ to what the loss did. False: it rose so much, or is not finite, that the step is to be undone."""
-        coefficients = np.array(list(c.values()))
-        Q = np.asarray(found.Q)
-        predicted = float(np.asarray(found.slopes) @ coefficients + coefficients @ Q @ coefficients / 2)
+        settings = self.settings
+        x = np.array(list(c.values()))
+        predicted = float(evaluation.slopes @ x + x @ evaluation.Q @ x / 2)
         self.ratio = change / predicted if predicted < 0 else None
         good = math.isfinite(change) and change <= 2 * self._bound()
         self.caution = min(1.0, 2 * self.caution) if good else self.caution
-        if not good or (self.ratio is not None and self.ratio < 1 - self.settings.well):
-            self.lam *= self.settings.raise_lambda
-        elif self.ratio is not None and self.ratio > self.settings.well:
-            plateau = self.curvature_ratio < self.settings.negligible
-            self.lam /= self.settings.raise_lambda**2 if plateau else self.settings.lower_lambda
+        if not good or (self.ratio is not None and self.ratio < 1 - settings.well):
+            self.lam *= settings.raise_lambda
+        elif self.ratio is not None and self.ratio > settings.well:
+            plateau = self.curvature_ratio < settings.plateau
+            self.lam /= settings.leave_plateau if plateau else settings.lower_lambda
         self.lam = min(max(self.lam, 1e-30), 1e30)  # far beyond what matters: it must not vanish in long runs
         return good
 
@@ -92,52 +226,48 @@ class AutoRule(AutoState):
     def update_trust(self, slope: float) -> None:
         """Compares the next batch's slope along the Δ of the last evaluation with what that batch promised."""
         keep = self.settings.keep
+        release = self.settings.release
         self.slope_kept = keep * self.slope_kept + (1 - keep) * (self.slope_change - slope)
         self.slope_promised = keep * self.slope_promised - (1 - keep) * self.slope
         if slope < 0:  # the next batch would have gone further
-            fast = min(self.settings.raise_lambda * self.brake, self.brake_safe)
-            self.brake = min(1.0, max(fast, self.settings.raise_lambda**0.25 * self.brake))
+            fast = min(release * self.brake, self.brake_safe)
+            self.brake = min(1.0, max(fast, release**0.25 * self.brake))
 
     @property
     def trust(self) -> float:
         """s: how much of a slope along Δ other data confirm."""
         return min(1.0, max(self.settings.least_trust, self.slope_kept / max(self.slope_promised, 1e-300)))
 
-    def choose(
-        self, t: int, slopes: Parts, found: Evaluation | None, metric: tuple[Tensor, Tensor] | None, lr: float = 1.0
-    ) -> Parts:
+    def choose(self, t: int, slopes: Parts, evaluation: Evaluation | None, lr: float = 1.0) -> Parts:
         """The coefficients of a step.
 
-        slopes: of the loss along the directions, penalty included; between evaluations that of Δ alone is needed
-        found:  the evaluation of this step; None: the coefficients of the last one hold
-        metric: (k, k) the products of the directions, which λ multiplies, and the curvature of the penalty
-        lr:     the group's lr, a multiplier on α and β
+        slopes:     of the loss along the directions, penalty included; between evaluations that of Δ alone is needed
+        evaluation: of this step; None: the coefficients of the last one hold
+        lr:         the group's lr, a multiplier on α and β
         """
-        if found is not None:
-            self._note_loss(found)
-        if found is not None and metric is not None and any(slopes.values()):
-            return self._evaluated(t, slopes, found, metric, lr)
-        # Between evaluations, or at a gradient of zero, which says nothing.
-        c = {name: x * (1.0 if name == "last" else lr) for name, x in self.coefficients.items()}
+        if evaluation is not None:
+            self._note_loss(evaluation)
+            if any(slopes.values()):  # a gradient of zero says nothing
+                return self._evaluated(t, slopes, evaluation, lr)
+        c = _at_rate(lr, self.coefficients)
         length = self._estimated_length(c, slopes)
         part = self._allowed_part(c.get("whitened", 0.0), length, slopes["whitened"])
         self.length = length * part**2
         return {name: x * part for name, x in c.items()}
 
-    def _evaluated(self, t: int, slopes: Parts, found: Evaluation, metric: tuple[Tensor, Tensor], lr: float) -> Parts:
+    def _evaluated(self, t: int, slopes: Parts, evaluation: Evaluation, lr: float) -> Parts:
         """The coefficients that minimise the quadratic model, averaged and within the bounds."""
-        Q = np.asarray(found.Q)
-        G, penalty = (np.asarray(products) for products in metric)
+        Q, G, penalty = evaluation.Q, evaluation.G, evaluation.penalty
         self.slope = slopes["whitened"]
         b = np.array(list(slopes.values()))
         b[0] *= self.trust * self.brake
         limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
-        upper_bounds = [limits.get(name, math.inf) for name in slopes]
-        c = self._allowed(minimiser(Q + penalty + self.lam * G, b, upper_bounds), Q)
+        c = minimiser(Q + penalty + self.lam * G, b, [limits.get(name, math.inf) for name in slopes])
+        c = self._allowed(c, Q)
         if t >= self.evaluate_until:
             c = self._averaged(list(slopes), c)
         self.coefficients = dict(zip(slopes, c.tolist(), strict=True))
-        c = self._allowed(c * np.array([1.0 if name == "last" else lr for name in slopes]), Q)
+        c = self._allowed(np.array(list(_at_rate(lr, self.coefficients).values())), Q)
         self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
         self.length = float(c @ Q @ c) / 2
         self.slope_change = float((Q + penalty)[0] @ c)
@@ -148,18 +278,19 @@ class AutoRule(AutoState):
         """The average of c with the coefficients before. α is clamped first, and afterwards at most twice its value."""
         before = np.array([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
         if before[0] > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
-            c[0] = min(max(c[0], self.settings.cautious * before[0]), before[0] / self.settings.cautious)
-        mean = self.settings.keep * before + (1 - self.settings.keep) * c
-        mean[0] = min(float(mean[0]), 2 * float(c[0]))  # a small α of this batch counts at once
+            c[0] = min(max(c[0], before[0] / self.settings.clamp), before[0] * self.settings.clamp)
+        mean: Array = self.settings.keep * before + (1 - self.settings.keep) * c
+        mean[0] = min(mean[0], 2 * c[0])  # a small α of this batch counts at once
         return mean
 
-    def _note_loss(self, found: Evaluation) -> None:
+    def _note_loss(self, evaluation: Evaluation) -> None:
         """Averages the loss. Small batches keep more of the average, so that together they count as one large one."""
-        if found.loss is None or not math.isfinite(found.loss):
+        loss = evaluation.loss
+        if loss is None or not math.isfinite(loss):
             self.ratio = None
             return
-        keep = max(1 - found.targets / self.settings.evaluated_least, self.settings.keep)
-        self.loss = found.loss if self.loss is None else keep * self.loss + (1 - keep) * found.loss
+        keep = max(1 - evaluation.targets / self.settings.evaluated_least, self.settings.keep)
+        self.loss = loss if self.loss is None else keep * self.loss + (1 - keep) * loss
 
     # Bounds -----------------------------------------------------------------------------------------------------------
 
@@ -193,9 +324,9 @@ class AutoRule(AutoState):
     def _estimated_length(self, c: Parts, slopes: Parts) -> float:
         """½dᵀFd between evaluations: curvature along Δ goes with its slope, along Δ₀ with that of the last step."""
         steeper = max(0.0, slopes["whitened"] / min(self.slope, -1e-300))
-        whitened = c.get("whitened", 0.0) ** 2 * (self.curvature.get("whitened", 0.0) * steeper) / 2
-        adam = c.get("adam", 0.0) ** 2 * self.curvature.get("adam", 0.0) / 2
-        return whitened + c.get("last", 0.0) ** 2 * self.length + adam
+        curvature = {name: x * (steeper if name == "whitened" else 1.0) for name, x in self.curvature.items()}
+        curvature["last"] = 2 * self.length
+        return sum(x**2 * curvature[name] for name, x in c.items()) / 2
 
     # Undoing ----------------------------------------------------------------------------------------------------------
 
@@ -207,10 +338,15 @@ class AutoRule(AutoState):
     def undone(self, t: int) -> None:
         """After step t was undone: the next starts without momentum and goes less far, and more steps are evaluated."""
         bound = self._bound()
-        part = self.settings.cautious
+        part = self.settings.undone_part
         self.evaluate_until = t + 1 + self.settings.evaluate_every
         self.caution = max(1e-6, part * self.length / bound) if bound > 0 else part
         self.brake_safe = self.brake / 2
         self.brake *= part
         self.coefficients = {name: x / 2 for name, x in self.coefficients.items()}
         self.length = 0.0
+
+
+def _at_rate(lr: float, c: Parts) -> Parts:
+    """Coefficients times the learning rate, which Δ₀ contains already."""
+    return {name: x if name == "last" else x * lr for name, x in c.items()}

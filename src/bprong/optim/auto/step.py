@@ -1,10 +1,11 @@
-"""The step rule of lr="auto": directions, their slopes and products, the update, and its undoing."""
+"""The step rule of lr="auto": directions, the quadratic model of the loss along them, and the rule that chooses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,15 +15,13 @@ from bprong.capture.batches import Batch
 from bprong.errors import warn
 from bprong.likelihood.families import mixed
 from bprong.linalg.factors import Damping
-from bprong.optim.auto.evaluation import LossModel, metrics
-from bprong.optim.auto.rule import AutoRule
-from bprong.optim.auto.settings import SETTINGS, AutoState, Parts
+from bprong.optim.auto.evaluation import LossModel
+from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Parts
 from bprong.optim.fallback import Fallback
 from bprong.optim.fixed_rate import natural_damping
 from bprong.optim.options import Setup
-from bprong.optim.rules import Direction, Directions, Gradients, Group, States, StepRule, dot, note_lengths
+from bprong.optim.rules import Direction, Directions, Gradients, Group, StepRule, dot, note_lengths
 from bprong.parallel.processes import ALONE, Ranks
-from bprong.parallel.slices import local, summed
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
@@ -56,13 +55,12 @@ class NaturalDirections(Directions):
     def by_kind(
         self, gradients: Gradients, layers: Layers, rates: Mapping[Tensor, float]
     ) -> dict[str, dict[Tensor, Tensor]]:
-        natural = layers.natural_gradients(gradients.values, None if set(rates.values()) == {1.0} else rates)
-        negated = torch._foreach_neg(list(natural.values())) if natural else ()
-        whitened = dict(zip(natural, negated, strict=True))
-        others = {p: g for p, g in gradients.values.items() if p not in whitened}
-        if not others:
-            return {"whitened": whitened}
-        return {"whitened": whitened, "adam": self.fallback.directions(others, gradients.states, rates)}
+        opposite = {p: -rate for p, rate in rates.items()}
+        directions = {"whitened": layers.natural_gradients(gradients.values, opposite)}
+        others = {p: g for p, g in gradients.values.items() if p not in directions["whitened"]}
+        if others:
+            directions["adam"] = self.fallback.directions(others, gradients.states, rates)
+        return directions
 
 
 class Automatic(StepRule):
@@ -133,46 +131,59 @@ class Automatic(StepRule):
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
-        groups = gradients.groups
-        _scale_last_update_(groups, gradients.states)
         self._warn_of_unused(gradients)
-        evaluates = rule.evaluates(gradients.t)
-        values = _penalised(gradients, rule.scale * (gradients.factor or 1.0))
+        last = _last_update_(gradients)
+        gradients = self._penalised(gradients)
         if self.pending:
-            rule.update_trust(dot(values, self.pending))
-        lr = max([float(group["lr"]) for group in groups.values()])
-        directions = self._directions(replace(gradients, values=values), layers, lr)
-        slopes = {name: dot(values, d) for name, d in directions.items() if evaluates or name == "whitened"}
+            rule.update_trust(dot(gradients.values, self.pending))
+        lr = max([float(group["lr"]) for group in gradients.groups.values()])
+        rates = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in gradients.groups.items()}
+        directions: dict[str, Direction] = {**self.directions.by_kind(gradients, layers, rates)}
+        if last and self.moved and self.directions.keeps_last_update:
+            directions["last"] = last
+        measured = {"whitened": directions["whitened"]}
         evaluation = None
-        metric = None
-        if evaluates:
-            seed = self._seed(gradients)
-            evaluation = self.loss_model.evaluate(list(directions.values()), gradients.batches, seed)
-            metric = metrics(directions, groups)
-            if rule.period is None:
-                count = len(directions.keys() | {"last"})
-                rule.period = evaluation_period(layers.values(), count, evaluation.part, rule.settings.evaluate_share)
-        c = rule.choose(gradients.t, slopes, evaluation, metric, lr)
-        _update_(directions, c, groups, gradients.states)
-        self.moved = list(groups)
+        if rule.evaluates(gradients.t):
+            measured = directions
+            evaluation = self._evaluated(directions, gradients, layers)
+        slopes = {name: dot(gradients.values, d) for name, d in measured.items()}
+        c = rule.choose(gradients.t, slopes, evaluation, lr)
+        update = _update_(last, directions, c, gradients)
+        self.moved = list(update)
         if gradients.noted:
-            note_lengths({p: state[LAST] for p, state in gradients.states.items() if LAST in state}, layers)
+            note_lengths(update, layers)
         self.pending = {} if evaluation is None else directions["whitened"]
         if evaluation is not None and evaluation.loss is not None:
             change = evaluation.loss_now() - evaluation.loss
             if not rule.update_damping(evaluation, c, change):
                 self.undo_(gradients)
 
-    def _directions(self, gradients: Gradients, layers: Layers, lr: float) -> dict[str, Direction]:
-        """The directions and Δ₀; lr: the largest of all groups."""
-        relative = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in gradients.groups.items()}
-        by_kind: dict[str, Direction] = {**self.directions.by_kind(gradients, layers, relative)}
-        if self.moved and self.directions.keeps_last_update:
-            states = gradients.states
-            last = {p: states[p][LAST] for p in gradients.values if LAST in states[p]}
-            if last:
-                by_kind["last"] = last
-        return by_kind
+    def _penalised(self, gradients: Gradients) -> Gradients:
+        """With the gradients of the mean −log p and of ½ weight_decay ‖θ‖²."""
+        values = gradients.values
+        scale = self.rule.scale * (gradients.factor or 1.0)
+        if scale != 1:
+            values = dict(zip(values, torch._foreach_div(list(values.values()), scale), strict=True))
+        penalised = {p: values[p].add(p, alpha=rate) for p, rate in _decay(gradients).items()}
+        return replace(gradients, values=values | penalised)
+
+    def _evaluated(self, directions: Mapping[str, Direction], gradients: Gradients, layers: Layers) -> Evaluation:
+        """The quadratic model along the directions; the first one shows what evaluations cost."""
+        batches = gradients.batches
+        if any(batch.targets is None for batch in batches):
+            self._warn(
+                "the targets are not known, so damping will not adapt. Declare the loss module that you call, or call "
+                "optimizer.observe(x, y) before step()"
+            )
+        seed = mixed(gradients.seed, -1)  # no other purpose has it at this step,
+        if self._ranks.rank:  # and no other rank
+            seed = mixed(seed, self._ranks.rank)
+        evaluation = self.loss_model.evaluate(list(directions.values()), batches, _decay(gradients), seed)
+        if self.rule.period is None:
+            count = len(directions.keys() | {"last"})
+            share = self.rule.settings.evaluate_share
+            self.rule.period = evaluation_period(layers.values(), count, evaluation.part, share)
+        return evaluation
 
     def _warn_of_unused(self, gradients: Gradients) -> None:
         """Warns of what was done to gradients or groups and does not act as meant."""
@@ -196,24 +207,17 @@ class Automatic(StepRule):
     def reruns(self, t: int) -> bool:
         return self.rule.evaluates(t)
 
-    def _seed(self, gradients: Gradients) -> int:
-        """The seed of an evaluation, which no other purpose and no other rank has at this step."""
-        seed = mixed(gradients.seed, -1)
-        return mixed(seed, self._ranks.rank) if self._ranks.rank else seed
-
     # Undoing ----------------------------------------------------------------------------------------------------------
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
-        total, scale, batches, with_targets, with_calls = self._ranks.sums(5, lambda: _totals(gradients.batches))
-        if not scale or with_targets < batches:
+        total, scale = self._ranks.sums(2, lambda: _totals(gradients.batches))
+        if math.isnan(scale) or not scale:
             return False
+        loss = total / scale
         scale /= self._ranks.size  # processes average their gradients
         self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
-        if with_calls < with_targets:
-            return False
-        loss = total / (scale * self._ranks.size)
-        if not self.rule.blew_up(loss):
+        if math.isnan(loss) or not self.rule.blew_up(loss):
             return False
         if self.undo_(gradients):
             return True
@@ -223,7 +227,7 @@ class Automatic(StepRule):
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
         updates = {p: gradients.states[p][LAST] for p in self.moved}
-        if not summed(any(bool(local(update).any()) for update in updates.values()), updates.values()):
+        if not dot(updates, updates):
             return False
         torch._foreach_sub_(list(updates), list(updates.values()))
         torch._foreach_zero_(list(updates.values()))
@@ -234,71 +238,71 @@ class Automatic(StepRule):
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        numbers = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
+        state = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
         for name in ("coefficients", "curvature"):
-            numbers[name] = {part: numbers[name].get(part) for part in ("whitened", "adam", "last")}
-        numbers |= {name: getattr(self.loss_model, name) for name in ("everything", "forward_mode")}
+            state[name] = dict.fromkeys(("whitened", "adam", "last")) | state[name]
+        state["everything"] = self.loss_model.everything
+        state["forward_mode"] = self.loss_model.forward_mode
         parameters_moved = set(self.moved)
-        pending = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
-        return numbers | {"moved": [p in parameters_moved for p in parameters], "pending": pending}
+        state["moved"] = [p in parameters_moved for p in parameters]
+        state["pending"] = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        numbers = dict(state)
-        self.loss_model.everything = numbers.pop("everything")
-        self.loss_model.forward_mode = numbers.pop("forward_mode")
-        pending = zip(parameters, numbers.pop("pending"), strict=True)
-        self.pending = {p: d.detach().to(p.device, copy=True) for p, d in pending if d is not None}
-        self.moved = [p for p, is_moved in zip(parameters, numbers.pop("moved"), strict=True) if is_moved]
+        self.loss_model.everything = state["everything"]
+        self.loss_model.forward_mode = state["forward_mode"]
+        directions = dict(zip(parameters, state["pending"], strict=True))
+        self.pending = {p: d.detach().to(p.device, copy=True) for p, d in directions.items() if d is not None}
+        self.moved = list(compress(parameters, state["moved"]))
+        numbers = {field.name: state[field.name] for field in fields(AutoState) if field.name in state}
         for name in ("coefficients", "curvature"):
-            numbers[name] = {part: value for part, value in numbers[name].items() if value is not None}
-        names = {field.name for field in fields(AutoState)}  # others are those of an earlier version
-        self.rule = replace(self.rule, **{name: value for name, value in numbers.items() if name in names})
+            numbers[name] = {part: value for part, value in state[name].items() if value is not None}
+        self.rule = replace(self.rule, **numbers)
+
+
+def _decay(gradients: Gradients) -> dict[Tensor, float]:
+    """The weight decay of the parameters that have one."""
+    return {p: group["weight_decay"] for p, group in gradients.groups.items() if group["weight_decay"]}
 
 
 def _totals(batches: Sequence[Batch]) -> list[float]:
-    """Of the batches of a rank: the user's loss, what multiple of the mean −log p of a target it is, how many batches
-    there are, of how many the targets are known, and of how many the call of the loss was seen."""
-    total = scale = 0.0
-    with_targets = with_calls = 0
+    """The user's loss, and what multiple of the mean −log p of a target it is; NaN where this is not known."""
+    total = 0.0
+    scale = 0.0
     for batch in batches:
-        if batch.targets is not None:
-            scale += batch.targets.multiple
-            total += batch.targets.total or 0.0
-            with_targets += 1
-            with_calls += batch.targets.total is not None
-    return [total, scale, len(batches), with_targets, with_calls]
+        targets = batch.targets
+        total += math.nan if targets is None or targets.total is None else targets.total
+        scale += math.nan if targets is None else targets.multiple
+    return [total, scale]
 
 
-def _penalised(gradients: Gradients, scale: float) -> dict[Tensor, Tensor]:
-    """The gradients of the mean −log p and of ½ weight_decay ‖θ‖²; scale: of the user's loss relative to that mean."""
-    values = gradients.values
-    if scale != 1:
-        values = dict(zip(values, torch._foreach_div(list(values.values()), scale), strict=True))
-    decays = {p: group["weight_decay"] for p, group in gradients.groups.items() if group["weight_decay"]}
-    return values | {p: values[p].add(p, alpha=decay) for p, decay in decays.items()} if decays else values
-
-
-def _scale_last_update_(groups: Mapping[Tensor, Group], states: States) -> None:
-    """A learning rate that was lowered scales the last update down, as it does SGD's; at zero nothing moves."""
-    for p, group in groups.items():
-        state = states[p]
-        if LAST in state and state[LAST].dtype is not p.dtype:  # the model was converted
-            state[LAST] = state[LAST].to(p.dtype)
-        before = state.get(LAST_LR, 0.0)
+def _last_update_(gradients: Gradients) -> dict[Tensor, Tensor]:
+    """Δ₀. A learning rate that was lowered scales it down, as it does SGD's momentum; at zero nothing moves."""
+    last = {}
+    for p, group in gradients.groups.items():
+        state = gradients.states[p]
         lr = float(group["lr"])
-        if lr < before:
-            state[LAST].mul_(lr / before)
+        if LAST in state:
+            if state[LAST].dtype is not p.dtype:  # the model was converted
+                state[LAST] = state[LAST].to(p.dtype)
+            if lr < state[LAST_LR]:
+                state[LAST].mul_(lr / state[LAST_LR])
+            last[p] = state[LAST]
         state[LAST_LR] = lr
+    return last
 
 
-def _update_(directions: Mapping[str, Direction], c: Parts, groups: Mapping[Tensor, Group], states: States) -> None:
-    """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀."""
-    for p in groups:
-        if LAST not in states[p]:
-            states[p][LAST] = torch.zeros_like(p)
-    updates = [states[p][LAST] for p in groups]
+def _update_(
+    last: dict[Tensor, Tensor], directions: Mapping[str, Direction], c: Parts, gradients: Gradients
+) -> dict[Tensor, Tensor]:
+    """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀; gives Δ₀."""
+    for p in gradients.groups:
+        if p not in last:
+            last[p] = gradients.states[p][LAST] = torch.zeros_like(p)
+    updates = list(last.values())
     torch._foreach_mul_(updates, c.get("last", 0.0))
     for name in ("whitened", "adam"):
         for p, d in directions.get(name, {}).items():
-            states[p][LAST].add_(d.to(p.dtype), alpha=c.get(name, 0.0))
-    torch._foreach_add_(list(groups), updates)
+            last[p].add_(d.to(p.dtype), alpha=c.get(name, 0.0))
+    torch._foreach_add_(list(last), updates)
+    return last
