@@ -95,11 +95,11 @@ def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFa
                 "a layer is called more than once in a forward pass; the audit supports one call of each layer"
             )
         z_bars = {call: _inputs(call) for call in calls}
-        graph = Graph(output)
+        graph = Graph(output, calls)
         for root in roots_of(output.values, None, likelihood, "exact"):
             deltas: dict[Call, Tensor] = {}
             with calls.quiet():
-                graph.send_back(calls, root, deltas.__setitem__)
+                graph.send_back(root, deltas.__setitem__)
             for call in calls:
                 if call in deltas:
                     yield _factors(call, z_bars[call], deltas[call], likelihood.targets(output.values))

@@ -95,7 +95,7 @@ def test_a_bias_whose_lr_is_zero_follows_the_centre(problem):
     for layer in optimizer._whitening.layers.values():
         if layer.bias is not None:
             linear = layer.linear
-            moved = linear.own(layer.weight - before[layer.weight])
-            at_mean = linear.times(moved, layer.forward.moments.mean.view_as(layer.c))
+            moved = linear.matrix(layer.weight - before[layer.weight])
+            at_mean = (moved @ layer.forward.moments.mean.view_as(layer.c).unsqueeze(-1)).squeeze(-1)
             assert_close(linear.vector(layer.bias - before[layer.bias]), -at_mean, 1e-9, layer.name)
             assert at_mean.norm() > 1e-6

@@ -69,82 +69,70 @@ def of_targets(root: Tensor, counted: Tensor) -> Tensor:
 
 
 class Graph:
-    """The autograd graph behind an output, through which errors are sent back to recorded calls."""
+    """The autograd graph behind an output, through which errors are sent back to recorded calls.
 
-    def __init__(self, output: Output) -> None:
+    calls: those that the output depends on, and all calls of a layer of which it depends on none
+
+    Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A layer
+    without any may reach the loss in another way, such as a second head.
+    """
+
+    def __init__(self, output: Output, recorded: Iterable[Call]) -> None:
         self.output = output
-        self._nodes: list[Node] = []  # each after those that it leads to
-        visited: set[Node] = set()
-        stack = [(edge.node, False) for edge in output.edges]
-        while stack:
-            node, is_finished = stack.pop()
-            if is_finished:
-                self._nodes.append(node)
-            elif node not in visited:
-                visited.add(node)
-                stack.append((node, True))
-                stack += [(after, False) for after, _ in node.next_functions if after is not None]
-
-    def leading(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls that the output depends on, and all calls of a layer of which it depends on none.
-
-        Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A
-        layer without any may reach the loss in another way, such as a second head.
-        """
-        nodes = set(self._nodes)
-        leading = {call for call in calls if call.edge is not None and call.edge.node in nodes}
+        nodes = _nodes_behind(output)
+        behind = set(nodes)
+        leading = {call for call in recorded if call.edge is not None and call.edge.node in behind}
         names = {call.weight.name for call in leading}
-        return [call for call in calls if call in leading or call.weight.name not in names]
+        self.calls = [call for call in recorded if call in leading or call.weight.name not in names]
+        by_node: dict[Node, list[Call]] = {}
+        for call in self.calls:
+            if call.edge is not None:
+                by_node.setdefault(call.edge.node, []).append(call)
+        leads: set[Node | None] = set()  # nodes that lead to a call
+        for node in nodes:
+            if any(after in by_node or after in leads for after, _ in node.next_functions):
+                leads.add(node)
+        self._between = {node: calls for node, calls in by_node.items() if node in leads}
+        self._last = [call for node, calls in by_node.items() if node not in leads for call in calls]
 
-    def send_back(self, calls: Iterable[Call], root: Tensor, take: Take) -> None:
+    def send_back(self, root: Tensor, take: Take) -> None:
         """Propagate a gradient at the output back and give each call its δ, if one arrives there.
 
         They arrive one after the other and are not kept, so that `take` should not keep them either. Autograd computes
         gradients only on the way to those that are asked for, so the calls behind which there is no other are asked
         for.
         """
-        by_node: dict[Node, list[Call]] = {}
-        for call in calls:
-            if call.edge is not None:
-                by_node.setdefault(call.edge.node, []).append(call)
-        if not by_node:
+        if not self._last:
             return
-        if not self._nodes:
+        if not self.output.edges:
             raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
-        leads: set[Node | None] = set()  # nodes that lead to a call
-        for node in self._nodes:
-            if any(after in by_node or after in leads for after, _ in node.next_functions):
-                leads.add(node)
-        asked: list[Call] = []
         with ExitStack() as hooks:
-            for node, calls_there in by_node.items():
-                if node in leads:
-                    hooks.callback(node.register_prehook(partial(_pass_on, calls_there, take)).remove)
-                else:
-                    asked += calls_there
-            deltas = self.output.gradients(root, [cast(GradientEdge, call.edge) for call in asked])
-        for call, delta in zip(asked, deltas, strict=True):
+            for node, calls in self._between.items():
+                hooks.callback(node.register_prehook(partial(_pass_on, calls, take)).remove)
+            deltas = self.output.gradients(root, [cast(GradientEdge, call.edge) for call in self._last])
+        for call, delta in zip(self._last, deltas, strict=True):
             if delta is not None:
                 take(call, delta)
 
-    def unexplained(self, calls: Sequence[Call]) -> set[str]:
+    def unexplained(self) -> set[str]:
         """Return the names of weights that are used in ways that were not recorded.
 
         The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It
         is not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
         convolution transposed. The recorded calls then tell only a part of what the weight does.
         """
-        trained = [call for call in calls if call.weight.weight.requires_grad and call.edge is not None]
-        if not trained or not self._nodes:
+        trained = [call for call in self.calls if call.weight.weight.requires_grad and call.edge is not None]
+        if not trained or not self.output.edges:
             return set()
-        root = normal(self.output.values)
-        products: dict[str, Tensor | int] = {}
         weights = {call.weight.name: call.weight for call in trained}
+        products: dict[str, Tensor | int] = dict.fromkeys(weights, 0)
 
         def take(call: Call, delta: Tensor) -> None:
-            products[call.weight.name] = products.get(call.weight.name, 0) + _product(call, delta)
+            if call.weight.name in products:
+                products[call.weight.name] += _product(call, delta)
 
-        self.send_back(trained, root, take)
+        root = normal(self.output.values)
+        self.send_back(root, take)
         with ExitStack() as stack:
             # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
             for weight in weights.values():
@@ -155,14 +143,28 @@ class Graph:
             gradients = self.output.gradients(root, [get_gradient_edge(weight.weight) for weight in weights.values()])
         names = set()
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            if gradient is None:
-                continue
-            expected = float64_copy(weight.matrix(weight.own(gradient)))
-            difference = expected - products.get(name, 0)  # 0: no error reached a call
-            is_close = bool(difference.norm() <= UNEXPLAINED * expected.norm())
-            if not is_close and expected.isfinite().all():
-                names.add(name)
+            if gradient is not None:
+                expected = float64_copy(weight.matrix(gradient))
+                is_close = bool((expected - products[name]).norm() <= UNEXPLAINED * expected.norm())
+                if not is_close and expected.isfinite().all():
+                    names.add(name)
         return names
+
+
+def _nodes_behind(output: Output) -> list[Node]:
+    """Return the nodes of the graph behind an output, each after those that it leads to."""
+    nodes: list[Node] = []
+    visited: set[Node] = set()
+    stack = [(edge.node, False) for edge in output.edges]
+    while stack:
+        node, is_finished = stack.pop()
+        if is_finished:
+            nodes.append(node)
+        elif node not in visited:
+            visited.add(node)
+            stack.append((node, True))
+            stack += [(after, False) for after, _ in node.next_functions if after is not None]
+    return nodes
 
 
 def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | None]) -> None:

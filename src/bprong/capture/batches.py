@@ -65,6 +65,11 @@ class Batch:
     measured: Mapping[str, LayerMoments] | None = None
 
     @property
+    def y(self) -> Tensor | None:
+        """The targets of the data, if they are known."""
+        return None if self.targets is None else self.targets.y
+
+    @property
     def counted(self) -> Tensor | None:
         """Which targets the loss counts, without the output's last dimension; None: all, as far as is known."""
         return nontrivial(self.reached) if self.targets is None else self.targets.counted

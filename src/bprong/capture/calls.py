@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bprong.capture.cells import CELLS
+from bprong.capture.cells import FORMULAS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.losses import Replacements
 from bprong.capture.output import as_plain
-from bprong.capture.weights import WeightMatrix
+from bprong.capture.weights import FUNCTIONS, WeightMatrix
 from bprong.likelihood.loss import LossCall
 from bprong.linalg.moments import Sums, block_rows
 
@@ -46,16 +46,16 @@ class Call:
     z:         its input
     shape:     of its output a
     edge:      where a is in the autograd graph; None: in none. Later operations may change a in place, but not its edge
-    columns:   the columns of a that belong to the weight, where several weights are packed into one; None: all
+    first:     the column of a that belongs to the first row of the weight, where several are packed into one
     geometry:  of a convolution
-    ignored:   (rows,) mask of rows that do not count: the padding of an embedding
+    ignored:   mask of rows that do not count: the padding of an embedding
     """
 
     weight: WeightMatrix
     z: Tensor
     shape: torch.Size
     edge: GradientEdge | None = None
-    columns: slice | None = None
+    first: int = 0
     geometry: Geometry | None = None
     ignored: Tensor | None = None
 
@@ -76,17 +76,15 @@ class Call:
 
     def errors(self, delta: Tensor) -> Tensor:
         """Return δ, with the entries of the output, as rows (rows, groups, out)."""
-        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape).movedim(self.feature_dim, -1)
-        if self.columns is not None:
-            delta = delta[..., self.columns]
         outputs = self.weight.outputs
-        rows = delta.reshape(-1, outputs.groups, outputs.features)
+        delta = (delta.values() if delta.is_nested else delta).reshape(self.shape).movedim(self.feature_dim, -1)
+        columns = delta.narrow(-1, self.first, outputs.groups * outputs.features)
+        rows = columns.reshape(-1, outputs.groups, outputs.features)
         return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1, 1), 0)
 
     def add_errors(self, delta: Tensor, sums: Sums) -> None:
         """Add the rows of δ to the sums behind D."""
-        rows = self.errors(delta)
-        for chunk in torch.split(rows, _rows_at_once(rows[0].numel())):
+        for chunk in _in_chunks(self.errors(delta)):
             sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
     def inputs(self) -> Iterator[tuple[slice, Tensor]]:
@@ -95,8 +93,7 @@ class Call:
         if self.geometry is not None:
             chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
         else:
-            rows = self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features)
-            chunks = torch.split(rows, _rows_at_once(rows[0].numel()))
+            chunks = _in_chunks(self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features))
         start = 0
         for chunk in chunks:
             yield slice(start, start + len(chunk)), chunk
@@ -105,7 +102,8 @@ class Call:
     def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
         """Add the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
         if self.ignored is not None:
-            counted = ~self.ignored if counted is None else counted & ~self.ignored
+            real = ~self.ignored.flatten()
+            counted = real if counted is None else counted & real
         expected = self.rows if counted is None else int(counted.sum())
         for rows, chunk in self.inputs():
             z = chunk if counted is None else chunk[counted[rows]]
@@ -113,6 +111,10 @@ class Call:
                 sums.count(z, self.weight.inputs.count)
             elif len(z):
                 sums.add(block_rows(z, self.weight.inputs), expected)
+
+
+def _in_chunks(rows: Tensor) -> Sequence[Tensor]:
+    return torch.split(rows, _rows_at_once(rows[0].numel()))
 
 
 def _rows_at_once(features: int) -> int:
@@ -185,7 +187,7 @@ class Calls(list[Call]):
         return weights
 
     def add(self, weight: WeightMatrix, z: Tensor, a: Tensor, **details: Any) -> None:
-        """Record a call; not under vmap, where its rows cannot be seen.
+        """Record a call; not under vmap, where its rows cannot be seen. For the details see `Call`.
 
         Later operations may change z in place, unless autograd keeps it for the weight's gradient.
         """
@@ -202,12 +204,11 @@ class Calls(list[Call]):
         is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
         is_kept = is_kept and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # they may keep a copy
         # If a view is changed in place, its history is that of its base from then on.
-        base = a._base if a._is_view() and a._base is not None and a._base.numel() == a.numel() else a
+        base = a if a._base is None or a._base.numel() != a.numel() else a._base
         edge = get_gradient_edge(base) if a.requires_grad else None
-        if details.get("ignored") is not None:
-            self.note_masks(details["ignored"].view(a.shape[:-1]))
         shape = a.values().shape if a.is_nested else a.shape
         self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
+        self.note_masks(details.get("ignored"))
 
     def drop_without_graph(self) -> None:
         """Drop calls without a graph of weights that are trained: no error reaches them."""
@@ -234,13 +235,13 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
     with ExitStack() as stack:
         for weight in calls.recorded:
             if weight.module is None:
-                calls.weights.setdefault(id(weight.weight), []).append((weight, weight.argument))
+                calls.weights.setdefault(id(weight.weight), []).append((weight, _argument(weight)))
             else:
                 hook = partial(_record_module, calls, weight)
                 stack.callback(weight.module.register_forward_hook(hook, with_kwargs=True).remove)
         _ACTIVE[id(calls)] = calls
         stack.callback(_ACTIVE.pop, id(calls))
-        stack.enter_context(_STAND_INS.active())
+        stack.enter_context(_ACTIVE_STAND_INS.active())
         yield calls
 
 
@@ -259,22 +260,26 @@ def _active() -> list[Calls]:
     return [calls for calls in contexts if calls.thread == threading.get_ident()]
 
 
-def _recorded(function: Any, describe: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Call one of torch's functions and record its use of a weight; `describe` returns the details of the `Call`."""
-    uses = []
-    for calls in _active():
-        for matrix, first in calls.found_in(weight, one_hot=describe is _embedding):
-            if matrix.registered or describe is not _product:  # torch's own layers do not multiply by hand
-                uses.append((calls, matrix, describe(matrix, first, input, weight, *args, **kwargs)))
+def _argument(weight: WeightMatrix) -> Tensor:
+    """Return a weight as torch's functions take it, as a view: (out, in, …), but (in, out) of an embedding."""
+    part = weight.weight.detach()
+    if weight.rows is not None:
+        part = part[weight.rows]
+    return part.T if weight.transposed and not weight.one_hot else part
+
+
+def _recorded(function: Any, details: Any, name: str, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Call one of torch's functions and record its use of a weight.
+
+    details: see `FUNCTIONS`; name: of the function, "" for a product by hand, as torch's own layers do not compute it
+    """
     a: Tensor = function(input, weight, *args, **kwargs)
-    for calls, matrix, details in uses:
-        calls.add(matrix, input, a, **details)
+    for calls in _active():
+        for matrix, first in calls.found_in(weight, one_hot=name == "embedding"):
+            if matrix.registered or name:
+                more = details(input, weight, *args, **kwargs) if details else {}
+                calls.add(matrix, input, a, first=first, **more)
     return a
-
-
-def _linear(matrix: WeightMatrix, first: int, input: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Return the columns of the output that belong to a weight."""
-    return {"columns": slice(first, first + matrix.outputs.features)}
 
 
 def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,24 +287,7 @@ def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
     W = args[-1] if args and not kwargs else None
     if not (isinstance(W, Tensor) and W.ndim == 2 and _active()):
         return function(*args, **kwargs)
-    return _recorded(lambda *_: function(*args), _product, args[-2], W.T)
-
-
-_product = partial(_linear)
-
-
-def _convolution(
-    matrix: WeightMatrix, first: int, input: Any, weight: Tensor, bias: Any = None, *form: Any, **options: Any
-) -> dict[str, Any]:
-    """Return the geometry of a convolution; form, options: its stride, padding, dilation and groups."""
-    return {"geometry": Geometry.of(weight.shape[2:], *form, **options)}
-
-
-def _embedding(
-    matrix: WeightMatrix, first: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
-) -> dict[str, Any]:
-    """Return which rows of an embedding are padding."""
-    return {"ignored": None if padding_idx is None else (input == padding_idx % len(weight)).flatten()}
+    return _recorded(lambda *_: function(*args), None, "", args[-2], W.T)
 
 
 def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
@@ -349,15 +337,13 @@ def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, k
     calls.add(weight, module.padded(*args, *kwargs.values()), a, geometry=module.geometry)
 
 
-FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that takes besides the function
-    (F, "linear", _recorded, _linear),
-    (F, "embedding", _recorded, _embedding),
-    *((place, f"conv{n}d", _recorded, _convolution) for place in (F, torch) for n in (1, 2, 3)),
+STAND_INS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that takes besides the function
+    *((place, name, _recorded, details, name) for place, name, details in FUNCTIONS),
+    *((torch._VF, name, _cell, formula) for name, formula in FORMULAS.items()),
     (torch, "addmm", _by_hand),
     (torch, "matmul", _by_hand),
     (Tensor, "matmul", _by_hand),
     (Tensor, "__matmul__", _by_hand),
-    *((torch._VF, name, _cell, formula) for name, formula in CELLS.items()),
     # In eval mode without gradients attention is one fused function, which shows none of its projections.
     (torch.backends.mha, "get_fastpath_enabled", lambda function: False),
     (F, "multi_head_attention_forward", _noted, _note_keys),
@@ -368,6 +354,6 @@ FUNCTIONS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that tak
     (nn.Module, "_get_backward_hooks", _hooks_of),
     (nn.Module, "_get_backward_pre_hooks", _hooks_of),
 ]
-_STAND_INS = Replacements(
-    lambda: ((place, name, _bound(stand_in, getattr(place, name), *more)) for place, name, stand_in, *more in FUNCTIONS)
+_ACTIVE_STAND_INS = Replacements(
+    lambda: ((place, name, _bound(stand_in, getattr(place, name), *more)) for place, name, stand_in, *more in STAND_INS)
 )

@@ -27,7 +27,7 @@ def _gru(a: Tensor, r: Tensor, h: Tensor) -> Tensor:
     return n + (a_z + r_z).sigmoid() * (h - n)
 
 
-CELLS: dict[str, Callable[..., Any]] = {
+FORMULAS: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm,
     "gru_cell": _gru,
     "rnn_tanh_cell": lambda a, r, h: (a + r).tanh(),

@@ -33,17 +33,16 @@ class Geometry:
         groups: int = 1,
     ) -> Geometry:
         """From the arguments of `F.conv1d`, `F.conv2d`, `F.conv3d`."""
-        kernel = tuple(kernel)
-        dilation = _each(dilation, kernel)
-        zeros: list[int] = []  # before and after, from the last dimension on
+        n = len(kernel)
+        dilation = _each(dilation, n)
         if padding == "same":
-            for k, d in zip(kernel[::-1], dilation[::-1], strict=True):
-                total = d * (k - 1)
-                zeros += [total // 2, (total + 1) // 2]  # if it is odd, torch puts the larger half at the end
-        elif not isinstance(padding, str):
-            for number in reversed(_each(padding, kernel)):
-                zeros += [number, number]
-        return cls(kernel, _each(stride, kernel), tuple(zeros), dilation, groups)
+            totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        else:
+            totals = [2 * number for number in _each(0 if isinstance(padding, str) else padding, n)]
+        zeros: list[int] = []  # before and after, from the last dimension on
+        for total in reversed(totals):
+            zeros += [total // 2, (total + 1) // 2]  # if it is odd, torch puts the larger half at the end
+        return cls(tuple(kernel), _each(stride, n), tuple(zeros), dilation, groups)
 
 
 def geometry_of(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
@@ -74,6 +73,6 @@ def patch_rows(z: Tensor, geometry: Geometry, most: int) -> Iterator[Tensor]:
             yield chunk.flatten(0, n).flatten(2)
 
 
-def _each(value: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:
+def _each(value: int | Sequence[int], n: int) -> tuple[int, ...]:
     """One value for each dimension of the kernel."""
-    return (value,) * len(kernel) if isinstance(value, int) else tuple(value)
+    return (value,) * n if isinstance(value, int) else tuple(value)

@@ -6,7 +6,6 @@ depend on how the user's loss is reduced or scaled.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,11 +31,11 @@ from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import is_sliced
 
 
-def merged(batches: Iterable[Mapping[str, LayerMoments] | None]) -> dict[str, LayerMoments]:
+def merged(batches: Iterable[Mapping[str, LayerMoments]]) -> dict[str, LayerMoments]:
     """Return the moments of several batches by layer, the earlier batches first, as if they had been one."""
     total: dict[str, LayerMoments] = {}
     for measured in batches:
-        for name, layer in (measured or {}).items():
+        for name, layer in measured.items():
             total[name] = total[name].merge(layer) if name in total else layer
     return total
 
@@ -67,65 +66,48 @@ def measure(
     y:        the targets of the data, used by fisher="empirical" only
     counted:  which targets the loss counts, without the output's last dimension; None: all
     """
+    targets = 0
     if request.likelihood is not None:
         request.likelihood.check(output.values)
-    graph = Graph(output)
-    calls = graph.leading(recorded)
-    called = recorded.empty | {call.weight.name for call in calls}
+        targets = request.likelihood.targets(output.values) if counted is None else int(counted.sum())
     centred = {weight.name: centre for weight, centre in request.weights.items() if weight in recorded.recorded}
-    measured = {name: LayerMoments(called=name in called) for name in centred}
-    with recorded.quiet():
-        reached = _add_errors(measured, request, graph, calls, y, counted)
-        unexplained = graph.unexplained(calls) if request.verify else set()
-    rows: Mapping[Call, Tensor] = {}
-    if counted is not None or reached:
-        rows = counted_rows(calls, reached, counted, output.values.shape[:-1], recorded.masks)
-    sums = {name: Sums(centre, request.rows) for name, centre in centred.items()}
-    for call in calls:
-        if call.weight.name in request.inputs:
-            call.add_inputs(sums[call.weight.name], rows.get(call))
-    for name, layer in measured.items():
-        layer.z = sums[name].moments() if sums[name].rows else None
-        layer.unexplained = name in unexplained
-    return measured
-
-
-def _add_errors(
-    measured: Mapping[str, LayerMoments],
-    request: Request,
-    graph: Graph,
-    calls: Sequence[Call],
-    y: Tensor | None,
-    counted: Tensor | None,
-) -> dict[Call, Tensor]:
-    """Measure δ; return masks (rows,) of the rows that errors came back to, of the calls where that decides."""
-    values = graph.output.values
-    roots: Iterable[Tensor] = () if counted is None else [normal(values)]
-    targets = 0
-    if request.errors and request.likelihood is not None:
-        roots = roots_of(values, y, request.likelihood, request.fisher)
-        targets = request.likelihood.targets(values)
-    if counted is not None:
-        roots = map(partial(of_targets, counted=counted), roots)
-        targets = int(counted.sum())
-    else:
-        calls = [call for call in calls if call.weight.name in request.errors]
-    sums: dict[str, Sums] = defaultdict(partial(Sums, centre=False, keep_rows=request.rows))
-    reached: dict[Call, Tensor] = {}
+    inputs = {name: Sums(centre, request.rows) for name, centre in centred.items()}
+    errors = {name: Sums(False, request.rows) for name in centred}
+    reached: dict[Call, Tensor] = {}  # the rows that errors came back to, of calls where that decides which rows count
+    graph = Graph(output, recorded)
 
     def take(call: Call, delta: Tensor) -> None:
         if counted is not None or call.positions is not None:
             reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
         if call.weight.name in request.errors:
-            call.add_errors(delta, sums[call.weight.name])
+            call.add_errors(delta, errors[call.weight.name])
 
-    for root in roots:
-        graph.send_back(calls, root, take)
-    for name in request.errors & measured.keys():
-        measured[name].targets = targets
-        if name in sums:
-            measured[name].delta = sums[name].moments(float(targets))
-    return reached
+    with recorded.quiet():
+        for root in _roots(request, output.values, y, counted):
+            graph.send_back(root, take)
+        unexplained = graph.unexplained() if request.verify else set()
+    rows: Mapping[Call, Tensor] = {}
+    if counted is not None or reached:
+        rows = counted_rows(graph.calls, reached, counted, output.values.shape[:-1], recorded.masks)
+    for call in graph.calls:
+        if call.weight.name in request.inputs:
+            call.add_inputs(inputs[call.weight.name], rows.get(call))
+    called = recorded.empty | {call.weight.name for call in graph.calls}
+    measured = {}
+    for name in centred:
+        z = inputs[name].moments() if inputs[name].rows else None
+        delta = errors[name].moments(float(targets)) if errors[name].rows else None
+        targets_measured = targets if name in request.errors else 0
+        measured[name] = LayerMoments(z, delta, name in called, name in unexplained, targets_measured)
+    return measured
+
+
+def _roots(request: Request, output: Tensor, y: Tensor | None, counted: Tensor | None) -> Iterable[Tensor]:
+    """Return the gradients at the output to send back, zero at the targets that do not count."""
+    roots: Iterable[Tensor] = () if counted is None else [normal(output)]
+    if request.errors and request.likelihood is not None:
+        roots = roots_of(output, y, request.likelihood, request.fisher)
+    return roots if counted is None else map(partial(of_targets, counted=counted), roots)
 
 
 class Meter:
@@ -167,7 +149,7 @@ class Meter:
         numbers = drawing(seed, device) if is_ours else random_numbers(self._model, seed)  # torch's own generator
         autocast = without_autocast(device.type)
         with timed(self._seconds, "statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
-            return measure(request, output, calls, _data_targets(request, batch), batch.counted)
+            return measure(request, output, calls, batch.y, batch.counted)
 
     def moments(
         self, batches: Sequence[Batch], request: Request, parameters: Mapping[Tensor, Tensor]
@@ -179,30 +161,23 @@ class Meter:
         A batch that could not be measured in the user's own pass is run through the model again. So are all batches
         for a layer that none of their calls reached, although it has a gradient.
         """
-        called = {name for name, layer in merged(batch.measured for batch in batches).items() if layer.called}
-        missing = set(with_gradient(weight for weight in request.weights if weight.name not in called))
-        by_batch = list(self.recorded)
-        for i, batch in enumerate(() if by_batch else batches):
-            measured = dict(batch.measured or {})
-            is_wanted = batch.measured is None and request.is_due
-            weights = {
-                weight.of(parameters): centre
-                for weight, centre in request.weights.items()
-                if is_wanted or weight.name in missing
-            }
+        called = {name for batch in batches for name, layer in (batch.measured or {}).items() if layer.called}
+        measured = list(self.recorded)
+        for i, batch in enumerate(() if measured else batches):
+            weights = {}
+            for weight, centre in request.weights.items():
+                if (batch.measured is None or weight.name not in called) and has_gradient(weight):
+                    weights[weight.of(parameters)] = centre
+            again: Mapping[str, LayerMoments] = {}
             if batch.x is not None and weights:
-                measured |= self._run_again(i, batch, replace(request, weights=weights))
-            by_batch.append(measured)
+                count = examples(batch.x)
+                x = copied(batch.x, Subset(count, count), next(iter(weights)).weight.dtype)
+                request_again = replace(request, weights=weights, seed=self._seed(request, i))
+                with torch.enable_grad():
+                    again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)
+            measured.append({**(batch.measured or {}), **again})
         names = {weight.name for weight in request.weights}
-        return {name: layer for name, layer in merged(by_batch).items() if name in names}
-
-    def _run_again(self, index: int, batch: Batch, request: Request) -> dict[str, LayerMoments]:
-        count = examples(batch.x)
-        x = copied(batch.x, Subset(count, count), next(iter(request.weights)).weight.dtype)
-        y = _data_targets(request, batch)
-        request = replace(request, seed=self._seed(request, index))
-        with torch.enable_grad():
-            return record(self._model, request, x, y, batch.counted, self._head, batch.class_dim)
+        return {name: layer for name, layer in merged(measured).items() if name in names}
 
     def _seed(self, request: Request, index: int) -> int:
         """Return the seed of the targets drawn for a batch; no other batch of this step has it, on any rank."""
@@ -223,18 +198,10 @@ class Meter:
             yield measure_output
 
 
-def _data_targets(request: Request, batch: Batch) -> Tensor | None:
-    """Return the targets of the data, if they are needed."""
-    return batch.targets.y if request.fisher == "empirical" and batch.targets is not None else None
-
-
-def with_gradient(weights: Iterable[WeightMatrix]) -> list[str]:
-    """Return the names of the weights with a gradient, or whose bias has one, that is not zero, or sharded."""
-    names = []
-    for weight in weights:
-        for part, parameter in ((weight.own, weight.weight), (weight.vector, weight.bias)):
-            gradient = None if parameter is None else parameter.grad
-            if gradient is not None and (is_sliced(gradient) or bool(part(gradient).any())):
-                names.append(weight.name)
-                break
-    return names
+def has_gradient(weight: WeightMatrix) -> bool:
+    """Return whether a weight or its bias has a gradient that is not zero, or sharded."""
+    for part, parameter in ((weight.own, weight.weight), (weight.vector, weight.bias)):
+        gradient = None if parameter is None else parameter.grad
+        if gradient is not None and (is_sliced(gradient) or bool(part(gradient).any())):
+            return True
+    return False

@@ -261,7 +261,7 @@ class Recorder:
             # are those of all the others.
             counting = [tape for tape in finished if tape.measured and tape.batch(self.loss, self.head).counts]
             for one, following in pairwise(counting):
-                following.measured = merged([one.measured, following.measured])
+                following.measured = merged([one.measured or {}, following.measured or {}])
                 one.measured = {}
 
 

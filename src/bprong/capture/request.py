@@ -26,7 +26,6 @@ class Request:
     seed:            of the targets that are drawn
     rows:            whether to keep the rows themselves in the moments
     verify:          whether to find out if all uses of the layers' weights are recorded
-    is_due:          whether all batches are measured; otherwise those layers that have a gradient and no factors yet
     """
 
     weights: Mapping[WeightMatrix, bool]
@@ -37,7 +36,6 @@ class Request:
     seed: int = 0
     rows: bool = False
     verify: bool = False
-    is_due: bool = True
 
 
 @dataclass

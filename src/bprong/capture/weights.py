@@ -4,8 +4,9 @@
                         the input; embeddings, where z is one-hot
 
 A `WeightMatrix` says how a parameter, and tensors shaped like it (its gradient, its momentum), form that matrix, and in
-which blocks its two sides are whitened. Modules of other packages that compute the same are added by `register`.
-Parameters of all other modules follow the fallback rule.
+which blocks its two sides are whitened. `KINDS` has the layers whose weights are known, and `FUNCTIONS` those functions
+of torch's that use them. Modules of other packages that compute the same are added by `register`. Parameters of all
+other modules follow the fallback rule.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
+from bprong.capture.convolution import Geometry
 from bprong.linalg.moments import Blocks, Limits
 from bprong.parallel.slices import written_type
 
@@ -63,13 +68,18 @@ class WeightMatrix:
     @cached_property
     def is_plain(self) -> bool:
         """Whether the weight itself is the matrix (out, in), and the bias the vector."""
-        whole = self.rows is None and self.bias_rows is None and self.weight.ndim == 2
-        return whole and not (self.transposed or self.inputs.groups > 1)
+        is_packed = self.rows is not None or self.bias_rows is not None
+        return self.weight.ndim == 2 and not (is_packed or self.transposed or self.inputs.groups > 1)
 
     @property
-    def shape(self) -> Sequence[int]:
-        """That of `own(weight)`."""
-        return _own_shape(self.weight.shape, self.rows)
+    def ndim(self) -> int:
+        """The number of dimensions of its part of the parameter."""
+        return self.weight.ndim - isinstance(self.rows, int)
+
+    @property
+    def numel(self) -> int:
+        """The number of entries of the matrix."""
+        return self.inputs.groups * self.inputs.features * self.outputs.features
 
     def of(self, other: Mapping[Tensor, Tensor]) -> WeightMatrix:
         """The same matrix in other parameters, given by those that they stand for."""
@@ -81,31 +91,20 @@ class WeightMatrix:
         """This matrix's part of a tensor shaped like the parameter, as a view."""
         return values if self.rows is None else values[self.rows]
 
-    @property
-    def argument(self) -> Tensor:
-        """The weight as torch's functions take it, as a view: (out, in, …), but (in, out) of an embedding."""
-        part = self.own(self.weight.detach())
-        return part.T if self.transposed and not self.one_hot else part
-
     def matrix(self, values: Tensor) -> Tensor:
-        """A tensor shaped like `own(weight)` as a matrix (out, in), or (groups, out, in) with several groups."""
+        """Its part of a tensor shaped like the parameter as a matrix (out, in), or (groups, out, in) of several groups.
+
+        It is a view, if the tensor is contiguous.
+        """
+        part = self.own(values)
         if self.inputs.groups > 1:
-            return values.reshape(self.inputs.groups, self.outputs.features, -1)
-        return values.T if self.transposed else values.flatten(1)
+            return part.reshape(self.inputs.groups, self.outputs.features, -1)
+        return part.T if self.transposed else part.flatten(1)
 
     def vector(self, values: Tensor) -> Tensor:
-        """A tensor shaped like the bias as a vector (out,), or (groups, out) with several groups; a view."""
-        values = values if self.bias_rows is None else values[self.bias_rows]
-        return values.view(self.inputs.groups, -1) if self.inputs.groups > 1 else values
-
-    def times(self, values: Tensor, z: Tensor) -> Tensor:
-        """W z for W shaped like `own(weight)` and z (in,), or (groups, in)."""
-        matrix = self.matrix(values)
-        return matrix @ z if matrix.ndim == 2 else (matrix @ z.unsqueeze(-1)).squeeze(-1)
-
-    def shaped(self, matrix: Tensor) -> Tensor:
-        """The inverse of `matrix`: a matrix in the shape of `own(weight)`."""
-        return matrix.T if self.transposed else matrix.reshape(*self.shape)
+        """Its part of a tensor shaped like the bias as a vector (out,), or (groups, out) of several groups; a view."""
+        part = values if self.bias_rows is None else values[self.bias_rows]
+        return part.view(self.inputs.groups, -1) if self.inputs.groups > 1 else part
 
     def cost(self, backward: bool) -> dict[str, int]:
         """What whitening this weight takes with exact inverses, on both sides or (backward=False) on the inputs only.
@@ -114,36 +113,42 @@ class WeightMatrix:
         per_row: operations to measure one row; step: operations that a step takes beyond those of SGD
         """
         sides = [self.inputs, self.outputs] if backward else [self.inputs]
-        features = self.inputs.groups * self.inputs.features
         entries = sum(side.entries for side in sides)
-        size = sum(side.size for side in sides)
-        centred = self.bias is not None and self.bias.requires_grad
+        is_centred = self.bias is not None and self.bias.requires_grad
+        centre = self.inputs.groups * self.inputs.features if is_centred else 0
         number_bytes = torch.float64.itemsize + torch.promote_types(self.weight.dtype, torch.float32).itemsize
         return {
-            "memory": (entries + features * centred) * number_bytes,
+            "memory": (entries + centre) * number_bytes,
             "refresh": sum(2 * side.entries * side.size for side in sides),  # Cholesky d³/3, its inverse 2d³/3; twice
             "per_row": 2 * entries,
-            "step": 2 * features * self.outputs.features * size,
+            "step": 2 * self.numel * sum(side.size for side in sides),
         }
+
+
+class Kind(NamedTuple):
+    """A kind of layer.
+
+    make:        gives the matrices of a weight and its bias
+    parameters:  the names of its weights, each with that of its bias
+    """
+
+    make: Callable[..., Iterable[WeightMatrix]]
+    parameters: Mapping[str, str] = MappingProxyType({"weight": "bias"})
 
 
 def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = None) -> list[WeightMatrix]:
     """The weights that a module holds itself; none unless its exact type is supported or registered."""
     layer_type = written_type(module)
-    form = _FORMS.get(layer_type)
-    is_registered = False
-    for kind, registered_form in REGISTERED.values():  # the last of a type holds
-        if kind is layer_type:
-            form = registered_form
-            is_registered = True
-    if form is None:
-        return []
-    matrices = []
-    for i, parameter in enumerate(form.weights):
-        bias = getattr(module, form.biases[i], None) if i < len(form.biases) else None
-        prefix = parameter if len(form.weights) > 1 else ""
-        for weight in form.make(module, getattr(module, parameter), bias, limits or Limits()):
-            matrices.append(replace(weight, name=dotted(name, prefix, weight.name), registered=is_registered))
+    registered = dict(REGISTERED.values())  # the last of a type holds
+    kind = registered.get(layer_type) or KINDS.get(layer_type)
+    matrices: list[WeightMatrix] = []
+    if kind is None:
+        return matrices
+    for parameter, bias in kind.parameters.items():
+        prefix = parameter if len(kind.parameters) > 1 else ""
+        for weight in kind.make(module, getattr(module, parameter), getattr(module, bias, None), limits or Limits()):
+            full_name = dotted(name, prefix, weight.name)
+            matrices.append(replace(weight, name=full_name, registered=layer_type in registered))
     return matrices
 
 
@@ -170,49 +175,38 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
     """
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     for name, module in model.named_modules():
-        parameters = list(module.parameters(recurse=False))
+        parameters = set(module.parameters(recurse=False))
         if any(isinstance(p, nn.UninitializedParameter) for p in parameters):
             raise ValueError(f"{name!r} has parameters without a shape yet (lazy); call the model on a batch first")
-        unfit = any(uses[p] > 1 or p.is_complex() or p.numel() == 0 for p in parameters)
-        matrices = [] if unfit else weight_matrices_of(name, module, limits)
-        used = {p for weight in matrices for p in (weight.weight, weight.bias) if p is not None}
+        if any(uses[p] > 1 or p.is_complex() or p.numel() == 0 for p in parameters):
+            continue
+        matrices = weight_matrices_of(name, module, limits)
         # A weight computed from other parameters (weight norm, spectral norm) is not itself a parameter.
-        if used <= set(parameters):
+        if parameters | {None} >= {p for weight in matrices for p in (weight.weight, weight.bias)}:
             yield from matrices
 
 
-# One function for each kind of module -------------------------------------------------------------------------------
-
-
-def _own_shape(shape: torch.Size, rows: slice | int | None) -> Sequence[int]:
-    """The shape of some rows of a tensor, without indexing it, which would gather a sharded one."""
-    if isinstance(rows, slice):
-        return rows.stop - rows.start, *shape[1:]
-    return shape if rows is None else shape[1:]
-
-
-def _dense(
-    name: str, weight: Tensor, bias: Tensor | None, limits: Limits,
-    rows: slice | int | None = None, transposed: bool = False,
-) -> WeightMatrix:  # fmt: skip
-    """A matrix that a parameter, or a part of one, holds as it is or transposed."""
-    shape = _own_shape(weight.shape, rows)
-    outputs, inputs = map(limits.blocks, reversed(shape) if transposed else shape)
-    return WeightMatrix(name, weight, bias, inputs, outputs, rows, rows, transposed)
+# The kinds of layers --------------------------------------------------------------------------------------------------
 
 
 def _linear(
     module: nn.Module, W: Tensor, b: Tensor | None, limits: Limits, transposed: bool = False, stacked: bool = False
-) -> Iterable[WeightMatrix]:
+) -> Iterator[WeightMatrix]:
     """A matrix, or a stack of them."""
-    if not stacked:
-        return [_dense("", W, b, limits, None, transposed)]
-    return [_dense(str(i), W, b, limits, i, transposed) for i in range(len(W))]
+    outputs, inputs = map(limits.blocks, reversed(W.shape[-2:]) if transposed else W.shape[-2:])
+    for i in range(len(W)) if stacked else (None,):
+        name = "" if i is None else str(i)
+        yield WeightMatrix(name, W, b, inputs, outputs, i, i, transposed)
 
 
 def _convolution(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
     inputs = limits.blocks(module.groups * W.shape[1:].numel(), module.groups)
     yield WeightMatrix("", W, b, inputs, limits.blocks(len(W), module.groups))
+
+
+def _convolved(input: Tensor, weight: Tensor, bias: Any = None, *form: Any, **options: Any) -> dict[str, Any]:
+    """The geometry of a convolution; form, options: its stride, padding, dilation and groups."""
+    return {"geometry": Geometry.of(weight.shape[2:], *form, **options)}
 
 
 def _embedding(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
@@ -222,49 +216,46 @@ def _embedding(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iter
         yield WeightMatrix("", W, None, Blocks(1, len(W)), outputs, transposed=True, one_hot=True)
 
 
+def _embedded(input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> dict[str, Any]:
+    """Which rows of an embedding are padding."""
+    return {} if padding_idx is None else {"ignored": input == padding_idx % len(weight)}
+
+
 def _attention(
     module: nn.MultiheadAttention, W: Tensor | None, b: Tensor | None, limits: Limits
 ) -> Iterator[WeightMatrix]:
     """The query, key and value projections, packed into one parameter or not; the output projection is a submodule."""
     for i, letter in enumerate("qkv"):
         rows = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
-        if W is None:
-            projection = _dense(letter, getattr(module, f"{letter}_proj_weight"), b, limits)
-        else:
-            projection = _dense(letter, W, b, limits, rows)
-        yield replace(projection, bias_rows=rows)
+        weight = getattr(module, f"{letter}_proj_weight") if W is None else W
+        inputs, outputs = map(limits.blocks, (weight.shape[1], module.embed_dim))
+        yield WeightMatrix(letter, weight, b, inputs, outputs, None if W is None else rows, rows)
 
 
-class Form(NamedTuple):
-    """The weights of a kind of module.
-
-    make:             gives the matrices of a weight and its bias
-    weights, biases:  the names of its parameters
-    """
-
-    make: Callable[..., Iterable[WeightMatrix]]
-    weights: Sequence[str] = ("weight",)
-    biases: Sequence[str] = ("bias",)
-
-
-_CELL = Form(_linear, ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh"))  # of their input and of their state
-_CONVOLUTION = Form(_convolution)
-_LIKE = {
-    nn.Linear: Form(_linear),
+_CONVOLUTION = Kind(_convolution)
+_CELL = Kind(_linear, {"weight_ih": "bias_ih", "weight_hh": "bias_hh"})  # of their input and of their state
+LIKE = {  # other layers may be registered like these
+    nn.Linear: Kind(_linear),
     nn.Conv1d: _CONVOLUTION,
     nn.Conv2d: _CONVOLUTION,
     nn.Conv3d: _CONVOLUTION,
-    nn.Embedding: Form(_embedding),
+    nn.Embedding: Kind(_embedding),
 }
-_FORMS: dict[type[nn.Module], Form] = {
-    **_LIKE,
-    NonDynamicallyQuantizableLinear: Form(_linear),  # the output projection of attention
-    nn.MultiheadAttention: Form(_attention, ("in_proj_weight",), ("in_proj_bias",)),
+KINDS: dict[type[nn.Module], Kind] = {
+    **LIKE,
+    NonDynamicallyQuantizableLinear: Kind(_linear),  # the output projection of attention
+    nn.MultiheadAttention: Kind(_attention, {"in_proj_weight": "in_proj_bias"}),
     nn.RNNCell: _CELL,
     nn.LSTMCell: _CELL,
     nn.GRUCell: _CELL,
 }
-REGISTERED: OrderedDict[int, tuple[type[nn.Module], Form]] = OrderedDict()  # by handle
+# Torch's functions of an input and a weight, and what tells how a call differs from that of `F.linear` (see `Call`).
+FUNCTIONS: list[tuple[Any, str, Callable[..., dict[str, Any]] | None]] = [
+    (F, "linear", None),
+    (F, "embedding", _embedded),
+    *((place, f"conv{n}d", _convolved) for place in (F, torch) for n in (1, 2, 3)),
+]
+REGISTERED: OrderedDict[int, tuple[type[nn.Module], Kind]] = OrderedDict()  # by handle
 
 
 def register(
@@ -303,18 +294,15 @@ def register(
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"register takes a type of module, not {kind!r}")
-    if like not in _LIKE:
-        raise ValueError(f"like must be one of {', '.join(k.__name__ for k in _LIKE)}, not {like!r}")
-    options = {}
-    if transposed:
-        options["transposed"] = True
-    if stacked:
-        options["stacked"] = True
+    if like not in LIKE:
+        raise ValueError(f"like must be one of {', '.join(k.__name__ for k in LIKE)}, not {like!r}")
+    options = {name: True for name, is_set in (("transposed", transposed), ("stacked", stacked)) if is_set}
     if options and like is not nn.Linear:
         adjectives = " and ".join(options)
         raise ValueError(f"only the weight of an nn.Linear can be {adjectives}, not that of a {like.__name__}")
-    weights = (weight,) if isinstance(weight, str) else tuple(weight)
-    biases = (bias,) if isinstance(bias, str) else tuple(bias)
+    weights = (weight,) if isinstance(weight, str) else weight
+    biases = (bias,) if isinstance(bias, str) else bias
     handle = RemovableHandle(REGISTERED)
-    REGISTERED[handle.id] = kind, Form(partial(_LIKE[like].make, **options), weights, biases)
+    parameters = dict(zip_longest(weights, biases[: len(weights)], fillvalue=""))
+    REGISTERED[handle.id] = kind, Kind(partial(LIKE[like].make, **options), parameters)
     return handle

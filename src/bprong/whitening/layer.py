@@ -250,7 +250,7 @@ class Layer:
         linear = self.linear
         if not linear.is_plain:
             g_b = None if g_b is None else linear.vector(g_b)
-            g_W = None if g_W is None else linear.matrix(linear.own(g_W))
+            g_W = None if g_W is None else linear.matrix(g_W)
         return g_W, g_b
 
     def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor]) -> None:
@@ -258,25 +258,20 @@ class Layer:
 
         into: steps by parameter, of which this layer may have a part only
         """
-        linear = self.linear
-        if d_W is not None:
-            shaped = d_W if linear.is_plain else linear.shaped(d_W)
-            if linear.rows is None:
-                into[self.weight] = shaped
-            else:
-                linear.own(_zeros_once(into, self.weight, shaped)).copy_(shaped)
+        is_plain = self.linear.is_plain
+        if d_W is not None and is_plain:
+            into[self.weight] = d_W
+        elif d_W is not None:
+            self.linear.matrix(_zeros_once(into, self.weight, d_W)).copy_(d_W)
         if d_b is None or self.bias is None:
             return
         if d_W is not None and self.c is not None:
             c = self.c.to(d_W.dtype)
-            if linear.is_plain:
-                into[self.bias] = torch.addmv(d_b, d_W, c, alpha=-1)
-                return
-            d_b = d_b - linear.times(shaped, c)
-        if linear.bias_rows is None:
-            into[self.bias] = d_b.reshape(self.bias.shape)
+            d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_plain else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
+        if is_plain:
+            into[self.bias] = d_b
         else:
-            linear.vector(_zeros_once(into, self.bias, d_b)).copy_(d_b)
+            self.linear.vector(_zeros_once(into, self.bias, d_b)).copy_(d_b)
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ def _is_small(side: Side) -> bool:
 def _shape_of_small(layer: Layer) -> object:
     """What layers have in common that can share their products; a layer that cannot share them itself."""
     both = (layer.forward, layer.backward)
-    if len(layer.linear.shape) != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
+    if layer.linear.ndim != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
         return layer
     shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
     return shape, tuple(side.factor is None for side in both), layer.c is None

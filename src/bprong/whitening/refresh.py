@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bprong.capture.measure import with_gradient
+from bprong.capture.measure import has_gradient
 from bprong.capture.request import LayerMoments, Request
 from bprong.contexts import timed
 from bprong.errors import WhiteningError, warn
@@ -165,7 +165,7 @@ class Whitening:
         likelihood = self._likelihood if schedule.two_sided else None
         return Request(
             weights, inputs, errors, likelihood, schedule.settings.fisher, schedule.seed,
-            verify=verify, is_due=self.due,
+            verify=verify
         )  # fmt: skip
 
     def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper) -> None:
@@ -191,7 +191,7 @@ class Whitening:
     @property
     def measures(self) -> bool:
         """Whether this step refreshes something, as far as all ranks know it: gradients are the same on all of them."""
-        return self.due or bool(with_gradient(self.layers[name].linear for name in self.unused))
+        return self.due or any(has_gradient(self.layers[name].linear) for name in self.unused)
 
     def gradients(self) -> Iterator[Tensor | None]:
         gradients = (layer.weight.grad for layer in self.layers.values())
@@ -208,7 +208,7 @@ class Whitening:
                     f"{name}.weight from the output that the declared loss is computed from. It reaches your loss in "
                     f"another way, such as a second head. Nothing needs to be done if that is intended"
                 )
-        missed = with_gradient(self.layers[name].linear for name in first.keys() - called)
+        missed = [name for name in first.keys() - called if has_gradient(self.layers[name].linear)]
         if wrong := [name for name in missed if self.layers[name].linear.registered]:
             raise ValueError(
                 f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "

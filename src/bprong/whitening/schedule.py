@@ -219,7 +219,7 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
     for layer in layers:
         rows = layer.forward.observations
         cost = layer.linear.cost(backward=layer.backward in layer.sides)
-        refreshing += MEASURING_CALLS + 4 * rows * _weights(layer) + DOUBLE_PRECISION * rows * cost["per_row"]
+        refreshing += MEASURING_CALLS + 4 * rows * layer.linear.numel + DOUBLE_PRECISION * rows * cost["per_row"]
         refreshing += len(layer.sides) * FACTORING_CALLS + FACTORISATION * cost["refresh"]
     return max(SHORTEST_PERIOD, _period(refreshing, layers, overhead))
 
@@ -234,7 +234,7 @@ def evaluation_period(layers: Iterable[Layer], directions: int, part: float, sha
     """
     layers = list(layers)
     passes = DUAL_PASSES * directions + 1
-    evaluating = sum(passes * (PASS_CALLS + 2 * part * x.forward.observations * _weights(x)) for x in layers)
+    evaluating = sum(passes * (PASS_CALLS + 2 * part * x.forward.observations * x.linear.numel) for x in layers)
     return _period(evaluating, layers, share)
 
 
@@ -243,9 +243,5 @@ def _period(operations: float, layers: Sequence[Layer], share: float) -> int:
     training = 0.0
     for layer in layers:
         applied = sum(side.factor.cost for side in layer.sides if side.factor is not None)
-        training += STEP_CALLS + (6 * layer.forward.observations + applied) * _weights(layer)
+        training += STEP_CALLS + (6 * layer.forward.observations + applied) * layer.linear.numel
     return math.ceil(operations * (1 - share) / (share * max(training, 1.0)))
-
-
-def _weights(layer: Layer) -> int:
-    return math.prod(layer.linear.shape)
