@@ -18,7 +18,7 @@ from typing import Any
 
 from bprong.experiments.extras import install_command
 from bprong.optim.optimizer import BPRONG
-from bprong.optim.report import RULE_NUMBERS, Report
+from bprong.optim.report import COLUMNS, Report, cell
 from bprong.whitening.layer import SIDES
 
 try:
@@ -34,7 +34,7 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE = 48  # points of a curve, each a character
 MOST_SHARE = 0.01  # of run time for drawing
 OTHER_LINES = 10  # of the view, beside the rows of layers
-SIDE_COLUMNS = {"factor": "factor", "directions": "directions", "damping": "ε", "age": "age", "drift": "drift"}
+DIGITS = 2
 
 
 class LiveReport:
@@ -155,15 +155,16 @@ def _layers(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for the inputs z and one for the errors δ of each layer."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("layer", no_wrap=True, overflow="ellipsis")
-    for heading in ("side", *SIDE_COLUMNS.values(), "step"):
+    for heading in ("side", *(column.heading for column in COLUMNS.values()), "step"):
         table.add_column(heading, justify="left" if heading in ("side", "factor") else "right", no_wrap=True)
     for row in rows:
         for side, letter in zip(SIDES, "zδ", strict=True):
             if f"{side}_factor" not in row:
                 continue
             first = side == SIDES[0]
-            cells = [_cell(row.get(f"{side}_{key}")) for key in SIDE_COLUMNS]
-            table.add_row(row["layer"] if first else "", letter, *cells, _cell(row["step_norm"]) if first else "")
+            cells = [cell(row[f"{side}_{key}"], DIGITS) for key in COLUMNS]
+            step = cell(row["step_norm"], DIGITS) if first else ""
+            table.add_row(row["layer"] if first else "", letter, *cells, step)
     return table
 
 
@@ -173,16 +174,9 @@ def _numbers(report: Report, shown: int) -> Text:
     if hidden := len(report.layers) - shown:
         lines.append(f"and {hidden} more layers, whose statistics have drifted less")
     if report.rule:
-        numbers = (f"{RULE_NUMBERS.get(key, (key,))[0]} {_cell(value)}" for key, value in report.rule.items())
-        lines.append("step rule     " + "   ".join(numbers))
+        lines.append("step rule     " + "   ".join(report.rule_numbers(DIGITS)))
     if report.fallback:
         lines.append(f"not whitened  {len(report.fallback)} parameters (Adam): {', '.join(report.fallback)}")
     shares = "   ".join(f"{purpose} {share:.0%}" for purpose, share in report.time.items())
     lines.append(f"time          {shares}   your code {max(0.0, 1 - sum(report.time.values())):.0%}")
     return Text("\n".join(["", *lines]), no_wrap=True, overflow="ellipsis")
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2g}" if isinstance(value, float) else str(value)

@@ -144,9 +144,9 @@ class BPRONG(SteppingOptimizer):
         at_given_rate, directions = STEPS[one_of("step", step, tuple(STEPS))]
         self._rule = Automatic.of(setup, directions) if lr == "auto" else at_given_rate(setup)
         defaults = {
-            "lr": 1.0 if lr == "auto" else number("lr", lr, 0),
-            "momentum": number("momentum", self._rule.momentum if momentum is None else momentum, 0, 1),
-            "weight_decay": number("weight_decay", weight_decay, 0),
+            "lr": 1.0 if lr == "auto" else lr,
+            "momentum": self._rule.momentum if momentum is None else momentum,
+            "weight_decay": weight_decay,
         }
         self._whitening = self._whitening_of(every)
         self._meter = Meter(
@@ -214,9 +214,9 @@ class BPRONG(SteppingOptimizer):
         """As for every optimizer; its numbers are checked."""
         group = self.defaults | dict(param_group)
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
-            number(key, group[key], 0, below)
+            group[key] = number(key, group[key], 0, below)
         self._rule.check_group(group)
-        super().add_param_group(param_group)
+        super().add_param_group(group)
         self._whitening.given = set(self._parameters)
         self._recorder.trained = self._whitening.given
         if "_observes" in vars(self):  # not while the optimizer is made

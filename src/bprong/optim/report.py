@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bprong.capture.coverage import table
 from bprong.linalg.moments import Moments
-from bprong.whitening.layer import SIDES, Layer
+from bprong.whitening.layer import SIDES, Layer, Side
 from bprong.whitening.refresh import Damper
 
-COLUMNS = {  # of each side: heading, explanation
-    "factor": ("factor", "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size"),
-    "directions": ("directions", "effective number of directions, tr(Ž)² / tr(Ž²)"),
-    "damping": ("ε", "what is added to each eigenvalue before it is inverted (mean)"),
-    "age": ("age", "steps since the factor was computed"),
-    "drift": ("drift", "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test"),
+
+class Column(NamedTuple):
+    """A column of the report for each side of a layer: its heading, what that means, and its value.
+
+    value: from the side, the step t and the mean ε of the damping; None: it is not known
+    """
+
+    heading: str
+    explanation: str
+    value: Callable[[Side, int, float | None], Any]
+
+
+def _directions(moments: Moments | None) -> float | None:
+    """Return the effective number of directions, tr(Ž)² / tr(Ž²): the rank of a projection, and cheaper than a rank."""
+    if moments is None or moments.diagonal:
+        return None
+    squares = float(moments.scatter.square().sum())
+    return float(moments.scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
+
+
+COLUMNS = {
+    "factor": Column(
+        "factor",
+        "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size",
+        lambda side, t, epsilon: f"{side.factor or 'identity'} {side.blocks}",
+    ),
+    "directions": Column(
+        "directions",
+        "effective number of directions, tr(Ž)² / tr(Ž²)",
+        lambda side, t, epsilon: _directions(side.moments),
+    ),
+    "damping": Column(
+        "ε",
+        "what is added to each eigenvalue before it is inverted (mean)",
+        lambda side, t, epsilon: epsilon,
+    ),
+    "age": Column(
+        "age",
+        "steps since the factor was computed",
+        lambda side, t, epsilon: None if side.refreshed_at is None else t - side.refreshed_at,
+    ),
+    "drift": Column(
+        "drift",
+        "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test",
+        lambda side, t, epsilon: side.last_drift,
+    ),
 }
 RULE_NUMBERS = {  # of lr="auto": letter, explanation
     "alpha": ("α", "coefficient of the whitened direction"),
@@ -46,38 +86,34 @@ class Report:
 
     def __str__(self) -> str:
         headings = {"layer": "layer"}
-        for key, (heading, _) in COLUMNS.items():
+        for key, column in COLUMNS.items():
             for side, letter in zip(SIDES, "zδ", strict=True):
-                headings[f"{side}_{key}"] = f"{heading} {letter}"
+                headings[f"{side}_{key}"] = f"{column.heading} {letter}"
         headings["step_norm"] = "step"
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
-        rows = [[_cell(row.get(key)) for key in used] for row in self.layers]
+        rows = [[cell(row.get(key)) for key in used] for row in self.layers]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
         shown = {key.partition("_")[2] for key in used}
-        lines += [f"{heading}: {explanation}" for key, (heading, explanation) in COLUMNS.items() if key in shown]
+        lines += [f"{column.heading}: {column.explanation}" for key, column in COLUMNS.items() if key in shown]
         if "step_norm" in used:
             lines.append("step: length of the weight's step at the last refresh")
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
         if self.rule:
-            numbers = []
-            for key, value in self.rule.items():
-                letter, *_ = RULE_NUMBERS.get(key, (key,))
-                numbers.append(f"{letter} {_cell(value)}")
-            lines.append("step rule: " + ", ".join(numbers))
+            lines.append("step rule: " + ", ".join(self.rule_numbers()))
         lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
         times = ", ".join(f"{purpose} {fraction:.1%}" for purpose, fraction in self.time.items())
         return "\n".join([*lines, f"share of time since the first step: {times}; the rest is your own code"])
 
+    def rule_numbers(self, digits: int = 3) -> list[str]:
+        """Return each number of the step rule with its letter."""
+        return [f"{RULE_NUMBERS.get(key, (key,))[0]} {cell(value, digits)}" for key, value in self.rule.items()]
+
     def scalars(self) -> dict[str, float]:
         """Return all numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""
-        parts: list[tuple[str, Mapping[str, Any]]] = [
-            ("", {"steps": self.steps}),
-            ("time/", self.time),
-            ("rule/", self.rule),
-            *((f"{row['layer']}/", row) for row in self.layers),
-        ]
-        numbers = {}
-        for prefix, values in parts:
+        groups: dict[str, Mapping[str, Any]] = {"time/": self.time, "rule/": self.rule}
+        groups |= {f"{row['layer']}/": row for row in self.layers}
+        numbers = {"steps": float(self.steps)}
+        for prefix, values in groups.items():
             for key, value in values.items():
                 if isinstance(value, (int, float)):
                     numbers[prefix + key] = float(value)
@@ -88,25 +124,16 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
     """Return the row of a layer at step t."""
     row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
     for side in layer.sides:
-        numbers: dict[str, Any] = {"factor": f"{side.factor or 'identity'} {side.blocks}"}
-        if side.refreshed_at is not None:
-            numbers |= {"age": t - side.refreshed_at, "drift": side.last_drift}
+        epsilon = None
         if side.moments is not None:
-            epsilon = damping(layer, side).amounts(side.moments.variances)
-            numbers["directions"] = None if side.moments.diagonal else _participation(side.moments)
-            numbers["damping"] = float(epsilon.mean())
-        row |= {f"{side.name}_{key}": value for key, value in numbers.items()}
+            epsilon = float(damping(layer, side).amounts(side.moments.variances).mean())
+        for key, column in COLUMNS.items():
+            row[f"{side.name}_{key}"] = column.value(side, t, epsilon)
     return row
 
 
-def _participation(moments: Moments) -> float:
-    """Return the effective number of directions, tr(Ž)² / tr(Ž²): the rank of a projection, and cheaper than a rank."""
-    squares = float(moments.scatter.square().sum())
-    return float(moments.scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
-
-
-def _cell(value: Any) -> str:
+def cell(value: Any, digits: int = 3) -> str:
     """Return a value as text for a table."""
     if value is None:
         return "–"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)

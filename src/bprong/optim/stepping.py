@@ -244,8 +244,7 @@ def name_in(model: nn.Module, parameter: Tensor) -> str:
 
 def fallback_of(model: nn.Module, parameters: Sequence[Tensor], whitening: Whitening) -> dict[Tensor, str]:
     """The parameters that are not whitened, with the reason."""
-    reasons = fallback_reasons(model, [p for p in parameters if p not in whitening.covered])
-    return reasons | {p: reason for p, reason in whitening.reasons.items() if p in reasons}
+    return fallback_reasons(model, [p for p in parameters if p not in whitening.covered]) | whitening.reasons
 
 
 def warn_of_fallback(parameters: Sequence[Tensor], reasons: Mapping[Tensor, str]) -> None:

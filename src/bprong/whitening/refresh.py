@@ -238,7 +238,8 @@ class Whitening:
     @property
     def reasons(self) -> dict[Tensor, str]:
         """Why the parameters of layers that were left to the fallback rule follow it."""
-        return {p: SEEN_IN_PART for layer in self.demoted.values() for p in layer.parameters}
+        parameters = {p for layer in self.demoted.values() for p in layer.parameters}
+        return dict.fromkeys(parameters & self.given, SEEN_IN_PART)
 
     def load_state_dict(self, schedule: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores the states of the schedule and of layers; one that is empty follows the fallback rule."""
