@@ -10,22 +10,19 @@ over x.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from bprong.capture.backprop import Graph, roots_of
-from bprong.capture.calls import Call
-from bprong.capture.output import Output
-from bprong.capture.own_pass import recorded_run
-from bprong.capture.weights import weight_matrix_of
+from bprong.capture.measure import record
+from bprong.capture.request import LayerMoments, Request
+from bprong.capture.weights import WeightMatrix, weight_matrix_of
 from bprong.checks import takes_loss
 from bprong.likelihood.declared import Declaration, declared_loss
-from bprong.linalg.moments import finite, float64_copy
+from bprong.linalg.moments import Moments, finite, float64_copy
 from bprong.network.layers import WhitenedLinear
 
 EXACT_UP_TO = 3000  # parameters: a matrix of 72 MB, and a few seconds for its eigenvalues
@@ -65,44 +62,12 @@ def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFa
 
     Convolutions, and layers too wide to be whitened in one block, are left out.
     """
-    layers: dict[str, list[FisherFactors]] = defaultdict(list)
-    for factors in _each_root(model, x, loss):
-        layers[factors.name].append(factors)
-    return [replace(roots[0], delta=torch.cat([root.delta for root in roots])) for roots in layers.values()]
-
-
-@takes_loss
-def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates; errors of examples are not stored."""
-    sides: dict[str, tuple[Tensor, Tensor]] = {}
-    for factors in _each_root(model, x, loss):
-        Z, D = sides.get(factors.name) or (factors.Z(factors), 0.0)
-        sides[factors.name] = (Z, D + factors.D(factors))
-    return sides
-
-
-def _each_root(model: nn.Module, x: Any, loss: Declaration) -> Iterator[FisherFactors]:
-    """Yield the factors of every layer for one root after the other, as the backward passes deliver them."""
-    likelihood = declared_loss(loss).likelihood
-    weights = [weight_matrix_of(name, module) for name, module in model.named_modules() if _is_supported(module)]
+    weights = {weight_matrix_of(name, module): False for name, module in model.named_modules() if _is_supported(module)}
     if not weights:
         raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
-    with recorded_run(model, weights, x, seed=0, errors=True) as (parts, calls):
-        output = Output.of(parts)
-        likelihood.check(output.values)
-        if len({call.weight for call in calls}) != len(calls):
-            raise ValueError(
-                "a layer is called more than once in a forward pass; the audit supports one call of each layer"
-            )
-        z_bars = {call: _inputs(call) for call in calls}
-        graph = Graph(output, calls)
-        for root in roots_of(output.values, None, likelihood, "exact"):
-            deltas: dict[Call, Tensor] = {}
-            with calls.quiet():
-                graph.send_back(root, deltas.__setitem__)
-            for call in calls:
-                if call in deltas:
-                    yield _factors(call, z_bars[call], deltas[call], likelihood.targets(output.values))
+    names = {weight.name for weight in weights}
+    measured = record(model, Request(weights, names, names, declared_loss(loss).likelihood, "exact", rows=True), x)
+    return [_factors(weight, measured[weight.name]) for weight in weights if measured[weight.name].delta is not None]
 
 
 def _is_supported(module: nn.Module) -> bool:
@@ -112,24 +77,32 @@ def _is_supported(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
-def _inputs(call: Call) -> Tensor:
-    """Return z̄, or z̄† of a whitened layer: (n, rows, in+1), or (n, rows, in) without a bias."""
-    layer = call.weight.module
-    z = float64_copy(call.z).reshape(len(call.z), -1, call.z.shape[-1])
+def _factors(weight: WeightMatrix, measured: LayerMoments) -> FisherFactors:
+    """Return the factors of one layer, in its own coordinates."""
+    z = float64_copy(cast(Tensor, measured.probe))
+    z = z.reshape(len(z), -1, z.shape[-1])
+    delta = float64_copy(cast(Moments, measured.delta).values)
+    if cast(Moments, measured.z).weight > z.shape[:2].numel():
+        raise ValueError(f"{weight.name} is called more than once in a forward pass; the audit supports one call")
+    layer = weight.module
     if layer is not None:
         z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
-    return z if call.weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0)
-
-
-def _factors(call: Call, z_bar: Tensor, errors: Tensor, targets: int) -> FisherFactors:
-    """Return the factors of the layer of a call, for one root."""
-    R = getattr(call.weight.module, "R", None)
-    delta = float64_copy(errors)
-    if R is not None:
-        delta = delta @ float64_copy(R).T
-    if not (finite(z_bar) and finite(delta)):
+        delta = delta if layer.R is None else delta @ float64_copy(layer.R).T
+    if weight.bias is not None:
+        z = nn.functional.pad(z, (1, 0), value=1.0)
+    if not (finite(z) and finite(delta)):
         raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
-    return FisherFactors(call.weight.name, z_bar, delta.reshape(1, *z_bar.shape[:-1], -1), targets)
+    return FisherFactors(weight.name, z, delta.view(-1, *z.shape[:2], delta.shape[-1]), measured.targets)
+
+
+def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates."""
+    return _sides(fisher_factors(model, x, loss))
+
+
+def _sides(layers: Sequence[FisherFactors]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return E[z̄z̄ᵀ] and E[δδᵀ] of each layer."""
+    return {layer.name: (layer.Z(layer), layer.D(layer)) for layer in layers}
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -196,19 +169,17 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     >>> report["parameters"], sorted(report["matrices"])
     (8, ['block', 'exact', 'kronecker'])
     """
-    sides = second_moments(model, x, loss)
-    sizes = [len(Z) * len(D) for Z, D in sides.values()]
+    layers = fisher_factors(model, x, loss)
+    sides = _sides(layers)
+    sizes = [layer.parameters for layer in layers]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
-    measures = {}
     if sum(sizes) <= EXACT_UP_TO:
-        for kind, G in fisher_matrices(fisher_factors(model, x, loss)).items():
-            measures[kind] = matrix_measures(G, sizes, eps)
+        measures = {kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(layers).items()}
     else:
-        measures["block"] = identity_measures(block_eigenvalues(sides), eps=eps)
-    white = {
-        name: {side: _distance_from_white(second) for side, second in zip(("z", "delta"), moments, strict=True)}
-        for name, moments in sides.items()
-    }
+        measures = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
+    white = {}
+    for name, (Z, D) in sides.items():
+        white[name] = {"z": _distance_from_white(Z), "delta": _distance_from_white(D)}
     return {"parameters": sum(sizes), "matrices": measures, "layers": white}
 
 

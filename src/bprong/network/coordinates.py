@@ -46,6 +46,8 @@ class Multiplier(NamedTuple):
 
 def quotient(old: Tensor, new: Tensor) -> Multiplier:
     """Return T = U' U⁻¹ for any two invertible matrices, or n pairs of them, in float64."""
+    old = float64_copy(old)
+    new = float64_copy(new)
     solve: Callable[[Tensor, Tensor], Tensor] = torch.linalg.solve
     return Multiplier(lambda M: new @ solve(old, M), lambda M: solve(new.mT, old.mT @ M))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -51,6 +51,10 @@ class WhitenedLayer(nn.Module):
         WhitenedLayer.__init__(layer, stock, backward, max_dim)
         return layer.train(stock.training)
 
+    U: Tensor
+    c: Tensor
+    R: Tensor | None
+
     def __init__(self, stock: Stock, backward: bool, max_dim: int) -> None:
         super().__init__()
         self._stock = (copy.deepcopy(stock).to("meta"),)  # in a tuple, so that torch does not register its parameters
@@ -62,9 +66,13 @@ class WhitenedLayer(nn.Module):
         self.backward_blocks = linear.outputs
         self.weight_dagger = copy.deepcopy(linear.weight)
         self.bias_dagger = copy.deepcopy(linear.bias)
-        self.U = nn.Buffer(identity(linear.inputs, linear.weight))
-        self.c = nn.Buffer(linear.weight.new_zeros(linear.inputs.shape[:-1]))
-        self.R = nn.Buffer(identity(linear.outputs, linear.weight)) if backward else None
+        for name, value in self._ordinary_coordinates(linear.weight).items():
+            self.register_buffer(name, value if backward or name != "R" else None)
+
+    def _ordinary_coordinates(self, like: Tensor) -> dict[str, Tensor]:
+        """Return the U, c and R with which W† and b† are the ordinary W and b."""
+        U = identity(self.forward_blocks, like)
+        return {"U": U, "c": torch.zeros_like(U[..., 0]), "R": identity(self.backward_blocks, like)}
 
     @torch.no_grad()
     def to_stock(self) -> nn.Module:
@@ -133,20 +141,18 @@ class WhitenedLayer(nn.Module):
         Raises WhiteningError, with nothing changed, if the matrix is singular, or if the outputs on `probe` would
         change. The mean None stands for 0. T: the change's multiplier; None: compute it, by solves of size d.
         """
-        if side == "backward" and self.R is None:
-            raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
         new = {"R": matrix}
         if side == "forward":
             new = {"U": matrix, "c": torch.zeros_like(self.c) if mean is None else mean}
         for name, value in new.items():
             stored = getattr(self, name)
+            if stored is None:
+                raise ValueError("this layer is forward-only: it was made with backward=False and has no R")
             if value.shape != stored.shape:  # a missing leading dimension would broadcast
                 raise ValueError(
                     f"{name} of this layer must have shape {tuple(stored.shape)}, not {tuple(value.shape)}"
                 )
             new[name] = value.to(stored)
-        if "c" in new and not self.centred and bool(new["c"].any()):
-            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
         try:
             change = self._change_to(new, T)
             W, b = change.velocity(float64_copy(self.weight_dagger), float64_copy(self._bias_or_zero))
@@ -163,37 +169,31 @@ class WhitenedLayer(nn.Module):
         return change
 
     def _change_to(self, new: Mapping[str, Tensor], T: Multiplier | None) -> Change:
-        """Return the change from the present U and c, or R, to new ones as this layer's dtype rounds them."""
-        side = "R" if "R" in new else "U"
-        matrix = float64_copy(getattr(self, side))
-        T = T or quotient(matrix, float64_copy(new[side]))
-        if side == "R":
-            return Change(T, self.backward_blocks)
+        """Return the change from the present U and c, or R, to new ones, which have this layer's dtype."""
+        if self.R is not None and "R" in new:
+            return Change(T or quotient(self.R, new["R"]), self.backward_blocks)
+        if not self.centred and bool(new["c"].any()):
+            raise ValueError("this layer has no trainable bias, so c must stay 0; otherwise training would grow a bias")
         shift = float64_copy(new["c"]) - float64_copy(self.c)
-        return Change(T, self.forward_blocks, (matrix @ shift.unsqueeze(-1)).squeeze(-1))
+        s = (float64_copy(self.U) @ shift.unsqueeze(-1)).squeeze(-1)
+        return Change(T or quotient(self.U, new["U"]), self.forward_blocks, s)
 
     def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
-        *rest: Any,
-    ) -> None:  # fmt: skip
-        """Load a whitened layer, or a stock one, with or without R: always the function that was saved."""
-        keys = [key for key in state_dict if key.startswith(prefix)]
-        saved = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
-        if "weight" in saved and saved["weight"].shape == self.weight_dagger.shape:
-            if "bias" not in saved and self.bias_dagger is not None:
-                saved["bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
-                missing.append(f"{prefix}bias")
-            saved = {f"{name}_dagger": value for name, value in saved.items()}
-            saved["U"] = identity(self.forward_blocks, saved["weight_dagger"])
-            saved["c"] = saved["U"].new_zeros(self.c.shape)
-        if self.R is None and "R" in saved:  # saved with R, loaded without
-            product = saved.pop("R").mT.matmul
-            for name in saved.keys() & {"weight_dagger", "bias_dagger"}:
-                saved[name] = on_outputs(product, saved[name], self.backward_blocks)
-        elif self.R is not None and "weight_dagger" in saved:  # it may have been saved without R
-            saved.setdefault("R", identity(self.backward_blocks, saved["weight_dagger"]))
-        state_dict.update({prefix + key: value for key, value in saved.items()})
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+    ) -> None:
+        """Load the state of a whitened layer or of a stock one: always the function that was saved."""
+        W = state_dict.get(prefix + "weight")
+        if W is not None and W.shape == self.weight_dagger.shape:
+            if self.bias_dagger is not None and prefix + "bias" not in state_dict:
+                state_dict[prefix + "bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
+                missing.append(prefix + "bias")
+            for name in ("weight", "bias"):
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}{name}_dagger"] = state_dict.pop(prefix + name)
+            for name, value in self._ordinary_coordinates(W).items():
+                if name in self.state_dict():
+                    state_dict[prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
 
 
 class WhitenedLinear(WhitenedLayer):
