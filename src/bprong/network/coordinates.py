@@ -18,10 +18,8 @@ blocks (`Blocks`), it changes block by block, and U, c and R have a leading dime
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -56,21 +54,22 @@ def quotient(old: Tensor, new: Tensor) -> Multiplier:
 class Change:
     """(U, c) → (T U, c') with s = U (c' − c), shaped like c; or R → T R, with s = None.
 
-    blocks: of the side that changes. Each method moves a (W†, b†) pair to the new coordinates.
+    blocks: of the side that changes
+    ratio:  of the units of a velocity of W† to those of one of b†
+
+    Each method moves a (W†, b†) pair to the new coordinates.
     """
 
     T: Multiplier
     blocks: Blocks
     s: Tensor | None = None
+    ratio: float = 1.0
 
-    def velocity(self, W: Tensor, b: Tensor, ratio: float = 1.0) -> Pair:
-        """Return parameters, or whatever is added to them, in the new coordinates.
-
-        ratio: of the units of W to those of b
-        """
+    def velocity(self, W: Tensor, b: Tensor) -> Pair:
+        """Return parameters, or whatever is added to them, in the new coordinates."""
         W_new, b_new = self._apply(self.T.transposed_solve, W, b)
         if self.s is not None:
-            b_new = b_new + times_mean(W, self.s * ratio, self.blocks)
+            b_new = b_new + times_mean(W, self.s * self.ratio, self.blocks)
         return W_new, b_new
 
     def gradient(self, W: Tensor, b: Tensor) -> Pair:
@@ -111,9 +110,9 @@ def identity(blocks: Blocks, like: Tensor) -> Tensor:
 
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
-    columns = W.reshape(blocks.groups, -1, blocks.count, blocks.size).permute(0, 2, 3, 1)
-    mapped = apply(columns.reshape(*blocks.shape[:-1], -1)).reshape(columns.shape)
-    return mapped.permute(0, 3, 1, 2).reshape(W.shape)
+    columns = W.reshape(blocks.groups, -1, blocks.features).mT
+    mapped = apply(columns.reshape(*blocks.shape[:-1], -1))
+    return mapped.reshape(columns.shape).mT.reshape(W.shape)
 
 
 def on_outputs(apply: Map, values: Tensor, blocks: Blocks) -> Tensor:
@@ -166,11 +165,10 @@ _KNOWN: dict[str, Transports] = {  # by the name in torch.optim
 
 
 def holders_for(
-    optimizers: Optimizer | Sequence[Optimizer], carry: Transports | Sequence[Transports | None] | None = None
+    optimizers: Optimizer | Iterable[Optimizer], carry: Transports | Sequence[Transports | None] | None = None
 ) -> list[Holder]:
     """Return each optimizer with how its state moves; `carry` says it for those that are not known."""
-    if isinstance(optimizers, Optimizer):
-        optimizers = [optimizers]
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     if carry is None or isinstance(carry, Mapping):
         carry = [carry] * len(optimizers)
     if len(carry) != len(optimizers):
@@ -199,17 +197,12 @@ def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Tra
 def carry_(holders: Sequence[Holder], layer: Any, change: Change) -> None:
     """Move the optimizers' state for one layer, and its gradients if there are any, in place."""
     W = layer.weight_dagger
-    moves: dict[Transport, Callable[[Tensor, Tensor], Pair]] = {
-        "velocity": partial(change.velocity, ratio=_rate_ratio(holders, W, layer.bias_dagger)),
-        "gradient": change.gradient,
-        "squares": change.squares,
-    }
+    change = replace(change, ratio=_rate_ratio(holders, W, layer.bias_dagger))
     of_W = carried_with(W, holders)
     of_b = carried_with(layer.bias_dagger, holders)
     for key in of_W | of_b:
-        transport, _ = key
         old = of_W.get(key, torch.zeros_like(W)), of_b.get(key, W.new_zeros(len(W)))  # what is not kept yet is zero
-        for tensor, new in zip(old, moves[transport](*map(float64_copy, old)), strict=True):
+        for tensor, new in zip(old, getattr(change, key[0])(*map(float64_copy, old)), strict=True):
             tensor.copy_(new)
 
 
@@ -228,7 +221,6 @@ def carried_with(
     if parameter is None:
         return {}
     tensors: dict[tuple[Transport, int], Tensor] = {}
-    counts: Counter[Transport] = Counter()
     for optimizer, transports in holders:
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             is_shaped = isinstance(value, Tensor) and value.shape == parameter.shape
@@ -239,8 +231,8 @@ def carried_with(
                     f"none for other state; carry is {dict(transports)}"
                 )
             if is_shaped:
-                tensors[transports[key], counts[transports[key]]] = value
-                counts[transports[key]] += 1
+                transport = transports[key]
+                tensors[transport, sum(kind == transport for kind, _ in tensors)] = value
     if parameter.grad is not None:
         tensors["gradient", -1] = parameter.grad
     return tensors

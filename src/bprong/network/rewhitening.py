@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import integer, number, one_of, pair, takes_loss, unwrapped
+from bprong.checks import number, one_of, pair, takes_loss, unwrapped
 from bprong.contexts import Uninterrupted
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
@@ -94,8 +94,7 @@ class Rewhitening:
     ) -> None:  # fmt: skip
         self._ranks = Ranks.of(model)
         self.model = unwrapped(model)
-        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._holders = holders_for(self.optimizer, carry)
+        self._holders = holders_for(optimizer, carry)
         one_of("solver", solver, get_args(RootSolver))
         layers = []
         for name, module in whitened_layers(self.model).items():
@@ -104,7 +103,8 @@ class Rewhitening:
         _check_parameters(layers, self._holders)
         self._samples = pair(samples)
         self._mu = _mu_of(refresh, rate, average, self._samples, layers)
-        self._tracks: dict[Side, Track] = {}  # of the sides that are whitened continuously, once they have an anchor
+        # By layer and side: of those that are whitened continuously, once they have an anchor.
+        self._tracks: dict[str, dict[SideName, Track]] = {name: {} for name in self._layers}
         period = 5 if self._mu else 100
         settings = Settings.checked(
             forward=(period if forward_every is None else forward_every, forward_offset),
@@ -112,7 +112,7 @@ class Rewhitening:
             fisher="sampled" if fisher is None else fisher,
             average=average,
             record_every=record_every,
-            seed=None if seed is None else integer("seed", seed, 0),
+            seed=seed,
         )
         self._schedule = Schedule(settings, self._layers)
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
@@ -142,17 +142,16 @@ class Rewhitening:
 
     def _rewhiten(self, x: Any, y: Tensor | None) -> list[Refresh]:
         """Measure, and re-whiten the sides that are due; return those that were factored exactly."""
-        trained = []
-        for name, layer in self._layers.items():
-            if layer.linear.is_trained:
-                trained.append(layer)
+        for layer in self._layers.values():
             for parameter in layer.parameters:
-                carried_with(parameter, self._holders, name)  # which raises before anything is changed
+                carried_with(parameter, self._holders, layer.name)  # which raises before anything is changed
+        trained = [layer for layer in self._layers.values() if layer.linear.is_trained]
         measured = self._measured(trained, x, y)
         updated = update(self._layers, measured, self._schedule.settings.average)
         for layer in trained:
             for side in layer.sides:
-                if side.name in self._schedule.due and side not in updated and side not in self._tracks:
+                waits = side in updated or side.name in self._tracks[layer.name]
+                if side.name in self._schedule.due and not waits:
                     layer.warn(
                         side, "no statistics reached it; is it used, and not detached, when the model is called?"
                     )
@@ -166,26 +165,26 @@ class Rewhitening:
     def _measured(self, trained: list[Layer], x: Any, y: Tensor | None) -> Mapping[str, LayerMoments]:
         """Measure the layers on a batch; for continuous whitening keep the rows of z and δ in their moments."""
         schedule = self._schedule
-        weights = {layer.linear: layer.linear.module.centred for layer in trained}
+        rank = self._ranks.rank
+        request = Request(
+            weights={layer.linear: layer.linear.module.centred for layer in trained},
+            inputs=schedule.measured("forward"),
+            errors=schedule.measured("backward"),
+            likelihood=self._likelihood if schedule.two_sided else None,
+            fisher=schedule.settings.fisher,
+            seed=mixed(schedule.seed, rank) if rank else schedule.seed,
+            rows=self._mu > 0,
+        )
 
         def measure() -> Mapping[str, LayerMoments]:
             if x is None:
                 raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
-            rank = self._ranks.rank
-            request = Request(
-                weights,
-                inputs=schedule.measured("forward"),
-                errors=schedule.measured("backward"),
-                likelihood=self._likelihood if schedule.two_sided else None,
-                fisher=schedule.settings.fisher,
-                seed=mixed(schedule.seed, rank) if rank else schedule.seed,
-                rows=self._mu > 0,
-            )
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(self.model, request, x, y, counted)
 
-        centred = {weight.name: centre for weight, centre in weights.items()}
-        return measured_by_all(self._ranks, self._layers, schedule, centred, measure, self.model.parameters)
+        return measured_by_all(
+            self._ranks, self._layers, schedule, request.weights, measure, self.model.parameters
+        )  # fmt: skip
 
     def _take(
         self,
@@ -203,20 +202,24 @@ class Rewhitening:
         """
         if not self._schedule.settings.average:
             side.moments = None  # nothing reads them again
+        tracks = self._tracks[layer.name]
         probe = cast(Tensor, measured[layer.name].probe)
-        if side in self._tracks and self._follow(layer, side, moments, damping, probe[:PROBE_ROWS]):
-            return
+        if side.name in tracks:
+            try:
+                tracks[side.name] = self._follow(tracks[side.name], layer, side, moments, damping, probe[:PROBE_ROWS])
+                return
+            except (WhiteningError, LinAlgError):
+                pass  # it needs an anchor; if the batch is not finite, this reports why it cannot be used
         root = root_of(moments.second, damping, cast(RootSolver, side.solver))
         self._move(layer, side, root.matrix, moments.mean, probe)
         if self._mu:
-            self._tracks[side] = Track()
+            tracks[side.name] = Track()
         refreshed.append(Refresh(layer.name, side.name, root))
 
-    def _follow(self, layer: Layer, side: Side, moments: Moments, damping: Damping, probe: Tensor) -> bool:
-        """Move one side by a relative step with the rows measured; return False, unchanged, if it needs an anchor.
-
-        A batch that is not finite needs one too: the exact factorisation reports why it cannot be used.
-        """
+    def _follow(
+        self, track: Track, layer: Layer, side: Side, moments: Moments, damping: Damping, probe: Tensor
+    ) -> Track:
+        """Move one side by a relative step with the rows measured, and return its track; an error changes nothing."""
         module = layer.linear.module
         U = module.U if side.of_inputs else module.R
         U = U.to(torch.promote_types(U.dtype, torch.float32))
@@ -224,13 +227,9 @@ class Rewhitening:
         mean = None
         if moments.mean is not None:
             V, mean = centred_rows(V, moments.mean.to(U), module.c.to(U), self._mu)
-        try:
-            T, track = self._tracks[side].step(U, V, self._mu, damping)
-            self._move(layer, side, T.times(U), mean, probe, T)
-        except (WhiteningError, LinAlgError):
-            return False
-        self._tracks[side] = track
-        return True
+        T, track = track.step(U, V, self._mu, damping)
+        self._move(layer, side, T.times(U), mean, probe, T)
+        return track
 
     def _move(self, layer: Layer, side: Side, *new: Any) -> None:
         """Change the coordinates of a layer by `rewhiten_`, and the state of the optimizers with them."""
@@ -239,12 +238,13 @@ class Rewhitening:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next steps depend on: tensors and plain values only."""
-        layers = {}
-        tracks = {}
-        for name, layer in self._layers.items():
-            layers[name] = layer.state_dict()
-            tracks[name] = {side.name: self._tracks[side]._asdict() for side in layer.sides if side in self._tracks}
-        return {"schedule": self._schedule.state_dict(), "layers": layers, "tracks": tracks}
+        return {
+            "schedule": self._schedule.state_dict(),
+            "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
+            "tracks": {
+                name: {side: track._asdict() for side, track in tracks.items()} for name, tracks in self._tracks.items()
+            },
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
@@ -255,11 +255,11 @@ class Rewhitening:
         for name, layer in self._layers.items():  # check everything before changing anything
             layer.check_state(state["layers"][name])
         self._schedule.load_state_dict(state["schedule"])
-        self._tracks = {}
         for name, layer in self._layers.items():
             layer.load_state_dict(state["layers"][name])
-            for side_name, track in state["tracks"][name].items():
-                self._tracks[getattr(layer, side_name)] = Track(**track)
+        self._tracks = {
+            name: {side: Track(**track) for side, track in tracks.items()} for name, tracks in state["tracks"].items()
+        }
 
 
 def _mu_of(refresh: RefreshMode, rate: float | None, average: float, samples: Any, layers: Iterable[Layer]) -> float:

@@ -200,10 +200,9 @@ class SteppingOptimizer(Optimizer):
         whitening = self._whitening
         whitening.share()
         request = whitening.request()
-        centred = {weight.name: centre for weight, centre in request.weights.items()}
         with timed(whitening.seconds, "statistics"), whole(self._model) as parameters:
             measured = measured_by_all(
-                self._ranks, whitening.layers, whitening.schedule, centred,
+                self._ranks, whitening.layers, whitening.schedule, request.weights,
                 partial(self._meter.moments, batches, request, parameters), whitening.gradients,
             )  # fmt: skip
         whitening.refresh(measured, self._rule.damping)

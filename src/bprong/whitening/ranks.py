@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bprong.capture.request import LayerMoments
+from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError
 from bprong.linalg.factors import DESCRIPTION, Damping, Elsewhere, Factor, described, described_shape, description
 from bprong.linalg.low_rank import Backoff
@@ -22,7 +23,6 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
 
 Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
-Centred = Mapping[str, bool]  # the layers to measure, by name, and whether their inputs are centred
 FLAGS = ("measured", "called", "unexplained", "targets")  # what is exchanged about each layer of each rank
 NUMBERS = DESCRIPTION + 3  # what is exchanged about each factor: its description, its cost and the backoff of its side
 
@@ -34,17 +34,19 @@ def measured_by_all(
     ranks: Ranks,
     layers: Layers,
     schedule: Schedule,
-    centred: Centred,
+    weights: Mapping[WeightMatrix, bool],
     measure: Callable[[], Mapping[str, LayerMoments]],
     replicated: Callable[[], Iterable[Tensor | None]],
 ) -> Mapping[str, LayerMoments]:
     """Return what all ranks have measured, as if one process had measured all of their batches.
 
+    weights:     of the layers to measure, with whether their inputs are centred
     measure:     measures the batches of this rank
     replicated:  tensors that must be the same on all ranks: their gradients, or their parameters
     """
-    if ranks.size == 1 or not centred:
+    if ranks.size == 1 or not weights:
         return measure()
+    centred = {weight.name: centre for weight, centre in weights.items()}
     measured = dict.fromkeys(centred, LayerMoments())
 
     def numbers() -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from bprong.capture.request import Fisher
-from bprong.checks import number, one_of, period
+from bprong.checks import integer, number, one_of, period
 from bprong.likelihood.families import mixed
 from bprong.whitening.layer import SIDES, Layer, Side, SideName
 
@@ -104,7 +104,7 @@ class Settings:
             "forward": period("forward", *forward),
             "backward": period("backward", *backward),
         }
-        return cls(periods, fisher, average, record_every, torch.initial_seed() if seed is None else seed, **others)
+        return cls(periods, fisher, average, record_every, torch.initial_seed() if seed is None else integer("seed", seed, 0), **others)
 
 
 class Schedule:
