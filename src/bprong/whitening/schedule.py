@@ -104,7 +104,14 @@ class Settings:
             "forward": period("forward", *forward),
             "backward": period("backward", *backward),
         }
-        return cls(periods, fisher, average, record_every, torch.initial_seed() if seed is None else integer("seed", seed, 0), **others)
+        return cls(
+            periods,
+            fisher,
+            average,
+            record_every,
+            torch.initial_seed() if seed is None else integer("seed", seed, 0),
+            **others,
+        )
 
 
 class Schedule:
