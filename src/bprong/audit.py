@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from bprong.capture.measure import record
 from bprong.capture.request import LayerMoments, Request
 from bprong.capture.weights import WeightMatrix, weight_matrix_of
-from bprong.checks import takes_loss
 from bprong.likelihood.declared import Declaration, declared_loss
 from bprong.linalg.moments import Moments, finite, float64_copy
 from bprong.network.layers import WhitenedLinear
@@ -56,7 +55,6 @@ class FisherFactors:
         return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.targets
 
 
-@takes_loss
 def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFactors]:
     """Return z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model stays as it was.
 
@@ -157,7 +155,6 @@ def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[
     return identity_measures(torch.linalg.eigvalsh(G), float(ratio) ** 2, eps)
 
 
-@takes_loss
 def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     """Measure how close to the identity the model's Fisher matrix on x is, in the coordinates its optimizer sees.
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -85,8 +82,7 @@ def number(kind: str, value: float, minimum: float, below: float = math.inf) -> 
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if not (isinstance(value, numbers.Real) and minimum <= value < below):
-        raise ValueError(f"{kind} must be a finite number of at least {minimum:g}{_limit(below)}, not {value!r}")
+    _check_range(f"{kind} must be a finite number", value, isinstance(value, numbers.Real), minimum, below)
     return float(value)
 
 
@@ -103,13 +99,14 @@ def integer(kind: str, value: int, minimum: int, below: float = math.inf) -> int
     numpy's integers are accepted, True and False are not.
     """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not (is_whole and minimum <= value < below):
-        raise ValueError(f"{kind} must be a whole number of at least {minimum}{_limit(below)}, not {value!r}")
+    _check_range(f"{kind} must be a whole number", value, is_whole, minimum, below)
     return int(value)
 
 
-def _limit(below: float) -> str:
-    return "" if below == math.inf else f" and less than {below:g}"
+def _check_range(requirement: str, value: Any, is_number: bool, minimum: float, below: float) -> None:
+    if not (is_number and minimum <= value < below):
+        limit = "" if below == math.inf else f" and less than {below:g}"
+        raise ValueError(f"{requirement} of at least {minimum:g}{limit}, not {value!r}")
 
 
 def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
@@ -117,32 +114,3 @@ def one_of(kind: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     if value not in allowed:
         raise ValueError(f"{kind} must be one of {allowed}, not {value!r}")
     return value
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-_INSTEAD = {
-    "likelihood": "likelihood= is now called loss=, and takes the loss that you minimise",
-    "betas": "there are no betas= here. Give momentum=; parameters that are not whitened follow Adam, with "
-    "options={'fallback_betas': (0.9, 0.999)}",
-    "eps": "there is no eps= here. What is added to eigenvalues is forward_damping= and backward_damping=",
-    "nesterov": "there is no nesterov= here: spectral steps have Nesterov's form of momentum, natural steps do not",
-    "solver": "solver= is an option: options={'solver': …}",
-    "max_dim": "max_dim= is an option: options={'max_dim': …}",
-    "output": "output= is an option: options={'output': …}",
-    "closure": "closure= is an argument of step()",
-}  # what to give instead of arguments that other optimizers have
-
-
-def takes_loss(function: Function) -> Function:
-    """Decorate a function with an argument `loss`: arguments of other optimizers raise a TypeError that helps."""
-    unknown = _INSTEAD.keys() - inspect.signature(function).parameters.keys()
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in unknown & kwargs.keys():
-            raise TypeError(_INSTEAD[name])
-        return function(*args, **kwargs)
-
-    return cast(Function, checked)

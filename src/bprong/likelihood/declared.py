@@ -53,17 +53,17 @@ def declared_loss(given: Declaration | None) -> Loss:
         return Loss("None", Undeclared())
     if isinstance(given, Likelihood):
         return Loss(type(given).__name__, given)
-    name = f'"{given}"'
     if isinstance(given, str) and given in _WORDS:
         family = _WORDS[given]
         functions = (kind.function.__name__ for kind in KINDS.values() if kind.family is family)
-        return Loss(name, family(), functions=frozenset(functions))
+        return Loss(f'"{given}"', family(), functions=frozenset(functions))
+    name = f'"{given}"'
     key: object = given
     options: nn.Module | Mapping[str, Any] = {}
     if isinstance(given, nn.Module):
+        name = f"nn.{type(given).__name__}"
         key = type(given).forward
         options = given
-        name = f"nn.{type(given).__name__}"
     elif isinstance(given, functools.partial) and not given.args:
         key = given.func
         options = given.keywords

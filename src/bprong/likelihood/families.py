@@ -25,7 +25,7 @@ from bprong.linalg.moments import to_float64
 
 def nontrivial(mask: Tensor | None) -> Tensor | None:
     """The mask, or None if it is all True or all False."""
-    return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask
+    return None if mask is None or bool(mask.all() == mask.any()) else mask
 
 
 class Likelihood(ABC):
@@ -285,11 +285,12 @@ def times_roots(roots: Iterable[Tensor], V: Tensor, targets: int) -> Tensor:
     >>> times_roots([torch.tensor([[2.0, 0.0]])], torch.ones(1, 1, 2, dtype=torch.float64), targets=1)
     tensor([[[4., 0.]]], dtype=torch.float64)
     """
-    total = torch.zeros_like(V)
+    rows = V.reshape(len(V), targets, -1)
+    total = torch.zeros_like(rows)
     for root in roots:
         g = to_float64(root.detach()).reshape(1, targets, -1)
-        total += (g * (g * V.reshape(len(V), targets, -1)).sum(dim=-1, keepdim=True)).view_as(V)
-    return total
+        total += g * (g * rows).sum(dim=-1, keepdim=True)
+    return total.view_as(V)
 
 
 def _basis(output: Tensor) -> Iterator[Tensor]:

@@ -91,9 +91,9 @@ class Loss:
             is_second = loss_input.stride() == output.stride()
         else:
             is_second = output.shape[1] == loss_input.shape[:2][-1] != output.shape[-1]
-        if is_second:
-            return 1
-        return -1 if output.ndim > 3 else None
+        if output.ndim == 3 and not is_second:
+            return None
+        return 1 if is_second else -1
 
     def value(self, output: Tensor, y: Tensor) -> Tensor:
         """The loss as the user computes it, of the targets that count; classes are in the output's last dimension."""
@@ -169,14 +169,14 @@ class Targets:
 
     def mean(self, output: Tensor) -> float:
         """The mean −log p of a target, weighted as in the loss."""
-        return float(self._mean(self._exact(output)))
+        return float(self._mean(output.detach()))
 
     def slopes(self, output: Tensor, along: Sequence[Tensor]) -> list[float]:
         """The derivatives of that mean along changes of the output."""
         with torch.enable_grad():
-            leaf = self._exact(output).requires_grad_()
+            leaf = output.detach().requires_grad_()
             (g,) = torch.autograd.grad(self._mean(leaf), leaf)
-        return [float((g * d).sum()) for d in along]
+        return [float((to_float64(g) * d).sum()) for d in along]
 
     @cached_property
     def multiple(self) -> float:
@@ -193,8 +193,9 @@ class Targets:
         return Targets(tuple(terms), None if self.mask is None else rows(self.mask))
 
     def _mean(self, output: Tensor) -> Tensor:
-        f = self._part(output)
-        value = output.new_zeros(())
+        f = to_float64(output) if self.terms[0].loss.likelihood.takes_float64 else output
+        f = self._part(f)
+        value = f.new_zeros(())
         for loss, y, ratio in self.terms if self.counted is None else self.select(self._part).terms:
             value = value + ratio * loss.value(f, y)
         return value / self.multiple
@@ -202,11 +203,6 @@ class Targets:
     def _part(self, tensor: Tensor) -> Tensor:
         """The rows of the targets that count."""
         return tensor if self.counted is None else tensor[self.counted]
-
-    def _exact(self, output: Tensor) -> Tensor:
-        """The values of the output, in float64 if the likelihood accepts that."""
-        likelihood = self.terms[0].loss.likelihood
-        return to_float64(output.detach()) if likelihood.takes_float64 else output.detach()
 
 
 @dataclass(eq=False)
@@ -291,12 +287,9 @@ def targets_of(
         rows = None if values is None else rows_of_parts(likelihood, inputs, given, output, values)
         if rows is None:
             return None
-        multiple = 0.0
-        for loss, y, ratio in zip(losses, given, ratios, strict=True):
-            multiple += ratio * loss.multiple(y)
         y, mask = rows
-        of_all = Targets((Term(losses[0], y),), mask).multiple
-        targets = Targets((Term(losses[0], y, multiple / (of_all or 1.0)),), mask, total)
+        ratio = sum(ratios) / (len(calls) if losses[0].sums else 1)
+        targets = Targets((Term(losses[0], y, ratio),), mask, total)
     return None if targets.multiple < 0 else targets  # an ascent is no loss
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import number, one_of, pair, takes_loss, unwrapped
+from bprong.checks import number, one_of, pair, unwrapped
 from bprong.contexts import Uninterrupted
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
@@ -82,7 +82,6 @@ class Rewhitening:
     A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
     """
 
-    @takes_loss
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], loss: Declaration | None = None, *,
         fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,

@@ -14,7 +14,7 @@ from bprong.capture.measure import Meter
 from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
 from bprong.capture.weights import COVERED, covered_weights
-from bprong.checks import number, one_of, takes_loss, unwrapped
+from bprong.checks import number, one_of, unwrapped
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
@@ -101,7 +101,6 @@ class BPRONG(SteppingOptimizer):
 
     _whitens_backward = True
 
-    @takes_loss
     def __init__(
         self,
         model: nn.Module,
@@ -251,7 +250,6 @@ class PRONG(BPRONG):
 
     _whitens_backward = False
 
-    @takes_loss
     def __init__(
         self,
         model: nn.Module,
