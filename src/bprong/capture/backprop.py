@@ -79,21 +79,27 @@ class Graph:
 
     def __init__(self, output: Output, recorded: Iterable[Call]) -> None:
         self.output = output
-        nodes = _nodes_behind(output)
-        behind = set(nodes)
-        leading = {call for call in recorded if call.edge is not None and call.edge.node in behind}
-        names = {call.weight.name for call in leading}
-        self.calls = [call for call in recorded if call in leading or call.weight.name not in names]
         by_node: dict[Node, list[Call]] = {}
-        for call in self.calls:
+        for call in recorded:
             if call.edge is not None:
                 by_node.setdefault(call.edge.node, []).append(call)
-        leads: set[Node | None] = set()  # nodes that lead to a call
-        for node in nodes:
-            if any(after in by_node or after in leads for after, _ in node.next_functions):
+        visited: set[Node] = set()
+        leads: set[Node] = set()  # nodes that lead to a call
+        stack = [(edge.node, False) for edge in output.edges]
+        while stack:
+            node, is_finished = stack.pop()
+            following = [after for after, _ in node.next_functions if after is not None]
+            if is_finished and any(after in by_node or after in leads for after in following):
                 leads.add(node)
+            if node not in visited:
+                visited.add(node)
+                stack.append((node, True))  # after those that it leads to
+                stack += [(after, False) for after in following]
+        leading = {call for node in by_node.keys() & visited for call in by_node[node]}
+        names = {call.weight.name for call in leading}
+        self.calls = [call for call in recorded if call in leading or call.weight.name not in names]
         self._between = {node: calls for node, calls in by_node.items() if node in leads}
-        self._last = [call for node, calls in by_node.items() if node not in leads for call in calls]
+        self._last = [call for call in self.calls if call.edge is not None and call.edge.node not in leads]
 
     def send_back(self, root: Tensor, take: Take) -> None:
         """Propagate a gradient at the output back and give each call its δ, if one arrives there.
@@ -149,22 +155,6 @@ class Graph:
                 if not is_close and expected.isfinite().all():
                     names.add(name)
         return names
-
-
-def _nodes_behind(output: Output) -> list[Node]:
-    """Return the nodes of the graph behind an output, each after those that it leads to."""
-    nodes: list[Node] = []
-    visited: set[Node] = set()
-    stack = [(edge.node, False) for edge in output.edges]
-    while stack:
-        node, is_finished = stack.pop()
-        if is_finished:
-            nodes.append(node)
-        elif node not in visited:
-            visited.add(node)
-            stack.append((node, True))
-            stack += [(after, False) for after, _ in node.next_functions if after is not None]
-    return nodes
 
 
 def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | None]) -> None:

@@ -71,7 +71,7 @@ class WeightMatrix:
         is_packed = self.rows is not None or self.bias_rows is not None
         return self.weight.ndim == 2 and not (is_packed or self.transposed or self.inputs.groups > 1)
 
-    @property
+    @cached_property
     def ndim(self) -> int:
         """The number of dimensions of its part of the parameter."""
         return self.weight.ndim - isinstance(self.rows, int)

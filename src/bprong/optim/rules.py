@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -252,10 +252,10 @@ def read(numbers: Sequence[Tensor]) -> list[float]:
     return torch.stack(list(numbers)).tolist()
 
 
-def norm(values: Tensor, select: Callable[[Tensor], Tensor]) -> float:
-    """The length of the part of a tensor that a layer selects; of the whole tensor, if that is sharded."""
+def norm(values: Tensor, rows: slice | int | None) -> float:
+    """The length of the rows of a tensor that a layer has; of the whole tensor, if that is sharded."""
     if local(values) is values:
-        return float(select(values).norm())
+        return float((values if rows is None else values[rows]).norm())
     return math.sqrt(summed(float(local(values).square().sum()), [values]))
 
 
@@ -264,4 +264,4 @@ def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float]
     for layer in layers.values():
         if layer.weight in steps:
             rate = 1.0 if rates is None else rates[layer.weight]
-            layer.step_norm = rate * norm(steps[layer.weight], layer.linear.own)
+            layer.step_norm = rate * norm(steps[layer.weight], layer.linear.rows)
