@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bprong import WhitenedLinear
-from bprong.linalg.moments import Moments, Sums
+from bprong.linalg.factors import Damping, Dense, factor_by_cholesky
+from bprong.linalg.moments import Blocks, Moments, Sums
+from bprong.linalg.roots import factor_by_eigenvalues
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -70,6 +72,20 @@ def input_moments(z: Tensor, centre: bool = True, blocks: int = 0) -> Moments:
     sums = Sums(centre)
     sums.add(z.reshape(-1, *z.shape[-2 if blocks else -1 :]))
     return sums.moments()
+
+
+def exact_factor(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Dense:
+    """The exact factor, by whichever way finds it."""
+    factor = factor_by_cholesky(moments, damping, blocks, like)
+    return factor_by_eigenvalues(moments, damping, blocks, like) if factor is None else factor
+
+
+def inverse(
+    second: Tensor, damping: float | Damping = 0.0, dtype: torch.dtype = torch.float64, weight: float = 1.0
+) -> Tensor:
+    """(second / weight + ε)⁻¹."""
+    blocks = Blocks(second.shape[-1], groups=second.shape[:-2].numel())
+    return exact_factor(Moments(weight, None, second), Damping.of(damping), blocks, torch.empty(0, dtype=dtype)).inverse
 
 
 def error_moments(delta: Tensor, targets: int) -> Moments:

@@ -19,8 +19,7 @@ from bprong.linalg.factors import (
 )
 from bprong.linalg.low_rank import LowRank, low_rank
 from bprong.linalg.moments import Blocks, Moments
-from bprong.linalg.roots import exact_factor, inverse
-from helpers import assert_close, spd
+from helpers import assert_close, exact_factor, inverse, spd
 
 f64 = torch.float64
 SIDES = {

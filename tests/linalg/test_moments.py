@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bprong.linalg.moments import Blocks, Moments, Sums, block_rows, feature_means, float64_copy
-from bprong.linalg.roots import inverse
-from helpers import assert_close, error_moments, input_moments
+from helpers import assert_close, error_moments, input_moments, inverse
 
 sizes = st.integers(min_value=1, max_value=12)
 
@@ -191,7 +190,7 @@ def test_errors_of_several_roots_add_under_one_weight():
 
 
 def test_moments_that_do_not_match_are_not_merged():
-    with pytest.raises(ValueError, match="merge centred moments with uncentred moments"):
+    with pytest.raises(TypeError):  # one is centred
         input_moments(rows(2, 3)).merge(input_moments(rows(2, 3), centre=False))
     with pytest.raises(RuntimeError, match="should match"):
         input_moments(rows(2, 3)).merge(input_moments(rows(2, 4)))
@@ -221,6 +220,19 @@ def test_moments_do_not_share_memory_with_the_rows():
     assert_close(m.mean, before.mean(0), 1e-14)
     assert_close(uncentred.second, before[:2].T @ before[:2] / 2, 1e-14)
     assert float64_copy(z).data_ptr() != z.data_ptr()
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_moments_without_all_but_their_diagonal_are_averaged_alike(centre):
+    """For a side that another process keeps."""
+    whole = input_moments(rows(30, 5, offset=1.0), centre)
+    new = input_moments(rows(20, 5, seed=1), centre)
+    thin = whole.thinned().merge(new.thinned(), 0.9)
+    both = whole.merge(new, 0.9)
+    assert thin.values.numel() == 5
+    assert_close(thin.variances.flatten(), both.variances, 1e-14)
+    assert not centre or torch.equal(thin.mean.flatten(), both.mean)
+    assert_close(thin.thinned().values, thin.values, 1e-15)
 
 
 # Sides in blocks ------------------------------------------------------------------------------------------------------

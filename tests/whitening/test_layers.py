@@ -12,12 +12,11 @@ from bprong.capture.request import LayerMoments
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.factors import Damping, centred
-from bprong.linalg.roots import inverse
 from bprong.whitening import layers as layers_module
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers, Stack
 from bprong.whitening.refresh import update
-from helpers import assert_close, error_moments, input_moments, mlp, snapshot
+from helpers import assert_close, error_moments, input_moments, inverse, mlp, snapshot
 
 f64 = torch.float64
 EPSILON = {"forward": Damping(0.1), "backward": Damping(0.03)}

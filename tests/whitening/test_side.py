@@ -12,9 +12,8 @@ from bprong.linalg import low_rank as low_rank_module
 from bprong.linalg.factors import Damping, Dense
 from bprong.linalg.low_rank import LONGEST_BACKOFF, LOW_RANK_ERROR, LOW_RANK_FROM, Backoff, LowRank
 from bprong.linalg.moments import Blocks, Moments
-from bprong.linalg.roots import inverse
 from bprong.whitening.layer import Side
-from helpers import assert_close, input_moments, spd
+from helpers import assert_close, input_moments, inverse, spd
 
 LIKE = torch.empty(0, dtype=torch.float64)
 DAMPING = Damping(0.1)

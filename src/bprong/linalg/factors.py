@@ -138,15 +138,12 @@ class Dense(Factor):
     def left(self, M: Tensor) -> Tensor:
         blocks = self.blocks
         inverse = self.inverse.to(M.dtype)
-        is_padded = blocks.padding and M.shape[:2] != inverse.shape[:2]
-        columns = M
-        if is_padded:
+        if blocks.padding and M.shape[:2] != inverse.shape[:2]:
             columns = F.pad(M.reshape(blocks.groups, blocks.features, -1), (0, 0, 0, blocks.padding))
-        product = torch.mul if blocks.size == 1 else torch.matmul
-        columns = product(inverse, columns.reshape(*inverse.shape[:-1], -1))
-        if is_padded:
-            columns = columns.view(blocks.groups, blocks.count * blocks.size, -1)[:, : blocks.features]
-        return columns.reshape(M.shape)
+            product = self.left(columns.view(*inverse.shape[:-1], -1)).view(columns.shape)
+            return product[:, : blocks.features].reshape(M.shape)
+        multiply = torch.mul if blocks.size == 1 else torch.matmul
+        return multiply(inverse, M.reshape(*inverse.shape[:-1], -1)).reshape(M.shape)
 
     def right(self, M: Tensor) -> Tensor:
         blocks = self.blocks

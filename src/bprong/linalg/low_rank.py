@@ -140,22 +140,20 @@ def low_rank(
         factor = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
         if factor.error <= tolerance:
             return factor
-        if size == largest or _expected_error(values, most, epsilon) > tolerance:
+        tail = _expected_tail(values, most)
+        if size == largest or tail / (tail + epsilon) > tolerance:
             return None
         size *= 2
 
 
-def _expected_error(values: Tensor, rank: int, epsilon: float) -> float:
-    """The error at this rank if the spectrum falls on until there as its last half does, and is flat from there on.
+def _expected_tail(values: Tensor, rank: int) -> float:
+    """The eigenvalue at this rank if the spectrum falls on until there as its last half does.
 
     Most spectra flatten out, so that this is a lower bound.
     """
-    positive = values.clamp(min=1e-30)
     half = len(values) // 2
-    last = float(positive[-1])
-    decay = (last / float(positive[half])) ** (1 / (len(values) - half))
-    tail = last * decay ** (rank - len(values))
-    return float(tail / (tail + epsilon))
+    middle, last = values[[half, -1]].clamp(min=1e-30).tolist()
+    return float(last * (last / middle) ** ((rank - len(values)) / (len(values) - half)))
 
 
 def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_DIM = 4096  # a full side then takes 200 MB: 128 MB of float64 moments and a float32 inverse
@@ -111,7 +113,6 @@ class Moments:
     mean:     (d,) E[z], or None where nothing is centred (δ, and z of a layer without a trainable bias)
     values:   (d, d) Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ where nothing is centred
     as_rows:  values are the rows z−mean, or z, instead: (n, d)
-    diagonal: values are the diagonal of the scatter, where another process keeps the rest of it
 
     For a side in n blocks they have one dimension more: (n, d), (n, d, d) and (rows, n, d).
     """
@@ -120,7 +121,6 @@ class Moments:
     mean: Tensor | None
     values: Tensor
     as_rows: bool = False
-    diagonal: bool = False
 
     @property
     def scatter(self) -> Tensor:
@@ -144,12 +144,12 @@ class Moments:
         """The diagonal of Ž or D."""
         if self.as_rows:
             return self.values.to(torch.float64).square().sum(dim=0) / self.weight
-        variances = self.values if self.diagonal else diagonal(self.values)
-        return variances.to(torch.float64) / self.weight
+        return diagonal(self.values).to(torch.float64) / self.weight
 
     def thinned(self) -> Moments:
-        """Return these moments with only the diagonal of their scatter."""
-        return Moments(self.weight, self.mean, self.variances * self.weight, diagonal=True)
+        """Return the moments of each feature alone, as those of a block of its own; another process has the rest."""
+        mean = None if self.mean is None else self.mean.reshape(-1, 1)
+        return Moments(self.weight, mean, self.variances.reshape(-1, 1, 1) * self.weight)
 
     @property
     def finite(self) -> bool:
@@ -159,10 +159,8 @@ class Moments:
     def merge(self, new: Moments, keep: float = 1.0) -> Moments:
         """Return the moments of both sets of observations, these with `keep` times their weight.
 
-        With a `keep` below one this is a running average without bias.
+        With a `keep` below one this is a running average without bias. Both are centred, or neither is.
         """
-        if (self.mean is None) != (new.mean is None):
-            raise ValueError("cannot merge centred moments with uncentred moments")
         return self.copy().average_(new, keep)
 
     def copy(self) -> Moments:
@@ -176,25 +174,18 @@ class Moments:
         These must be float64 and not rows. The rule is Chan, Golub & LeVeque's.
         """
         scatter = self.values
-        if self.diagonal:
-            scatter.mul_(keep).add_(new.variances, alpha=new.weight)
-        elif new.as_rows:
+        if new.as_rows:
             add_products_(scatter, new.values, keep)
         else:
             scatter.mul_(keep).add_(new.values)
         old_weight = self.weight * keep
         weight = old_weight + new.weight
-        mean = self.mean
-        if mean is not None and new.mean is not None:
-            difference = new.mean - mean
-            # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
-            mean = mean + difference * (new.weight / weight)
-            between = old_weight * new.weight / weight
-            if self.diagonal:
-                scatter.addcmul_(difference, difference, value=between)
-            else:
-                add_outer(scatter, difference, difference, between, out=scatter)
-        return replace(self, weight=weight, mean=mean)
+        if self.mean is None:
+            return replace(self, weight=weight)
+        difference = cast(Tensor, new.mean) - self.mean
+        add_outer(scatter, difference, difference, old_weight * new.weight / weight, out=scatter)
+        # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
+        return replace(self, weight=weight, mean=self.mean + difference * (new.weight / weight))
 
 
 class Sums:
@@ -332,14 +323,8 @@ def add_products_(scatter: Tensor, rows: Tensor, keep: float = 1.0) -> Tensor:
 
 def split(values: Tensor, blocks: Blocks) -> Tensor:
     """(…, features) → (…, count, size): the features of a group as blocks."""
-    padding = values.new_zeros(*values.shape[:-1], blocks.padding)
-    padded = torch.cat([values, padding], dim=-1) if blocks.padding else values
+    padded = F.pad(values, (0, blocks.padding)) if blocks.padding else values
     return padded.reshape(*values.shape[:-1], blocks.count, blocks.size)
-
-
-def joined(values: Tensor, blocks: Blocks) -> Tensor:
-    """The inverse of `split`."""
-    return values.flatten(-2)[..., : blocks.features]
 
 
 def block_rows(values: Tensor, blocks: Blocks) -> Tensor:

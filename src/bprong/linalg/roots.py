@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bprong.errors import WhiteningError
-from bprong.linalg.factors import Damping, Dense, cholesky, eigenpairs, inverse_by_cholesky
+from bprong.linalg.factors import Damping, Dense, cholesky, eigenpairs
 from bprong.linalg.moments import Blocks, Moments, diagonal, finite, outer
 
 RootSolver = Literal["eigh", "cholesky", "symmetric"]
@@ -107,26 +107,10 @@ def _rounding(eigenvalues: Tensor) -> Tensor:
     return eigenvalues.amax(dim=-1).clamp(min=0) * eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps
 
 
-def inverse(
-    second: Tensor, damping: float | Damping = 0.0, dtype: torch.dtype = torch.float64, weight: float = 1.0
-) -> Tensor:
-    """Return (Ž + ε)⁻¹ = UᵀU by Cholesky, without forming U, or from U where that fails.
+def factor_by_eigenvalues(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Dense:
+    """Return the exact factor of a side, UᵀU, for moments that Cholesky's method fails on.
 
-    dtype:  the precision of the result; for float32 it is computed in float32 where that is safe, else in float64
-    weight: what `second` must still be divided by
-
-    >>> inverse(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)), damping=1.0).diagonal().tolist()
-    [0.25, 1.0]
+    Raises WhiteningError if they are not finite, or are singular and not damped.
     """
-    damping = Damping.of(damping)
-    second = second.to(torch.float64)
-    result = inverse_by_cholesky(second, damping.amounts(diagonal(second) / weight), dtype, weight)
-    if result is None:  # a moment that is not finite ends here as well
-        U = root_of(second / weight, damping).matrix
-        result = U.mT @ U
-    return result
-
-
-def exact_factor(moments: Moments, damping: Damping, blocks: Blocks, like: Tensor) -> Dense:
-    """Return the exact factor of a side, in the dtype and on the device of `like`; raise WhiteningError without one."""
-    return Dense(inverse(moments.scatter, damping, like.dtype, weight=moments.weight).to(like), blocks)
+    U = root_of(moments.second, damping).matrix
+    return Dense((U.mT @ U).to(like), blocks)

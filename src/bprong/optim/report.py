@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bprong.capture.coverage import table
-from bprong.linalg.moments import Moments
 from bprong.whitening.layer import SIDES, Layer, Side
 from bprong.whitening.refresh import Damper
 
@@ -23,12 +22,15 @@ class Column(NamedTuple):
     value: Callable[[Side, int, float | None], Any]
 
 
-def _directions(moments: Moments | None) -> float | None:
+def _directions(side: Side) -> float | None:
     """Return the effective number of directions, tr(Ž)² / tr(Ž²): the rank of a projection, and cheaper than a rank."""
-    if moments is None or moments.diagonal:
+    if side.moments is None:
         return None
-    squares = float(moments.scatter.square().sum())
-    return float(moments.scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
+    scatter = side.moments.scatter
+    if scatter.shape != side.blocks.shape:  # another process has all of it but the diagonal
+        return None
+    squares = float(scatter.square().sum())
+    return float(scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
 
 
 COLUMNS = {
@@ -40,7 +42,7 @@ COLUMNS = {
     "directions": Column(
         "directions",
         "effective number of directions, tr(Ž)² / tr(Ž²)",
-        lambda side, t, epsilon: _directions(side.moments),
+        lambda side, t, epsilon: _directions(side),
     ),
     "damping": Column(
         "ε",

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from bprong.linalg.factors import (
 )
 from bprong.linalg.low_rank import LOW_RANK_FROM, Backoff, factor_by_low_rank
 from bprong.linalg.moments import Blocks, Moments, feature_means, float64_device
-from bprong.linalg.roots import RootSolver, exact_factor
+from bprong.linalg.roots import RootSolver, factor_by_eigenvalues
 
 SideName = Literal["forward", "backward"]
 SIDES: tuple[SideName, ...] = ("forward", "backward")
@@ -94,7 +94,7 @@ class Side:
 
     def leave_to(self, owner: int) -> None:
         """Leaves the side to another process: of its moments the diagonal remains, of its factor the cost."""
-        if self.moments is not None and not self.moments.diagonal:
+        if self.moments is not None:
             self.moments = self.moments.thinned()
         if self.factor is not None:
             self.factor = Elsewhere(owner, self.factor.cost)
@@ -122,9 +122,9 @@ class Side:
         is_chosen = self.solver == "low-rank"
         if is_chosen or (self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM):
             factor = factor_by_low_rank(moments, damping, self.blocks, like, self.factor, self.backoff, is_chosen)
-        if factor is None:
-            factor = factor_by_cholesky(moments, damping, self.blocks, like)
-        return exact_factor(moments, damping, self.blocks, like) if factor is None else factor
+        for solve in (factor_by_cholesky, factor_by_eigenvalues):
+            factor = factor or solve(moments, damping, self.blocks, like)
+        return cast(Factor, factor)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -135,10 +135,10 @@ class Side:
         moments = self.moments
         if moments is not None:
             numbers[-2:] = [moments.weight, moments.mean is not None]
-            if moments.mean is not None:
-                state["mean"] = moments.mean
-            if not moments.diagonal:  # otherwise another process has the rest of it
-                state["scatter"] = moments.copy().values
+            scatter = moments.copy().values
+            if scatter.shape == self.blocks.shape:  # otherwise another process has the rest of it
+                state["scatter"] = scatter
+                state |= {} if moments.mean is None else {"mean": moments.mean}
         if self.factor is not None and self.factor.kind:
             # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
             tensor = self.factor.tensor
