@@ -9,7 +9,8 @@ from torch import nn
 
 from automatic import DATA, auto, loss_of
 from bprong import WhiteningWarning
-from bprong.capture.gradient_scale import GradientScale
+from bprong.capture.recorder import GradientScale
+from bprong.parallel.processes import ALONE
 from helpers import mlp, snapshot
 from training import EXACT, assert_same_path, batches, train
 
@@ -82,12 +83,13 @@ def test_a_single_factor_is_found_in_every_precision(dtype):
         scale.note(parameters)
         for p in parameters:
             p.grad *= size
-        assert scale.factor({p: p.grad for p in parameters}) == pytest.approx(
-            size, rel=0.02 if dtype is torch.bfloat16 else 1e-6
-        )
+        _, factor = scale.compare({p: p.grad for p in parameters}, ALONE)
+        assert factor == pytest.approx(size, rel=0.02 if dtype is torch.bfloat16 else 1e-6)
         for p in parameters:
             p.grad = None
-    assert scale.factor({}) == 1
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    assert scale.compare({p: p.grad for p in parameters}, ALONE)[1] == 1  # nothing was noted
 
 
 def test_a_backbone_frozen_after_construction_does_not_hide_the_scale_of_mixed_precision():

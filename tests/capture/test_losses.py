@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, nll_loss
 
 import bprong
-from bprong.capture.losses import watched_losses
+from bprong.capture.listener import watched_losses
 from bprong.likelihood.declared import KINDS
 from helpers import mlp
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
-from bprong.contexts import Uninterrupted
+from bprong.capture.listener import uninterrupted
 from helpers import assert_unchanged, classification, mlp, quick_cases, snapshot
 from training import whitened
 
@@ -160,7 +160,7 @@ def test_an_interrupt_is_delayed_and_a_second_one_is_not() -> None:
     reached = []
 
     def work() -> None:
-        with Uninterrupted():
+        with uninterrupted():
             signal.raise_signal(signal.SIGINT)
             reached.append("after the first")
             signal.raise_signal(signal.SIGINT)
@@ -175,8 +175,8 @@ def test_inner_contexts_leave_the_delay_to_the_outer_one() -> None:
     reached = []
 
     def work() -> None:
-        with Uninterrupted():
-            with Uninterrupted():
+        with uninterrupted():
+            with uninterrupted():
                 signal.raise_signal(signal.SIGINT)
             reached.append("after the inner context")
 
@@ -190,7 +190,7 @@ def test_nothing_is_delayed_in_another_thread_or_where_interrupts_are_ignored() 
     handlers = []
 
     def enter() -> None:
-        with Uninterrupted():
+        with uninterrupted():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bprong.capture.output import Head, laid_out
 from bprong.capture.recorder import Recorder
+from bprong.capture.tape import Head, laid_out
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from helpers import assert_close, quick_cases

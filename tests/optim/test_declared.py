@@ -708,7 +708,7 @@ def test_a_copied_optimizer_continues_with_its_own_loss_module(clone, lr):
     ours = advanced(*others)
     assert all(torch.equal(before[key], tensor) for key, tensor in snapshot(model).items())
     assert_same_path(ours, advanced(model, criterion, optimizer), 0)
-    assert [len(module._forward_hooks) for module in others[:2]] == [1, 1]
+    assert [len(module._forward_hooks) for module in others[:2]] == [0, 0]
     assert len(others[0]._forward_pre_hooks) == 1
 
 
@@ -735,5 +735,5 @@ def test_a_copied_loss_module_can_be_declared_again():
     other_model, other_criterion = copy.deepcopy((model, criterion))
     other = bprong.BPRONG(other_model, other_criterion)
     advanced(other_model, other_criterion, other)
-    assert len(other_criterion._forward_hooks) == len(other_model._forward_hooks) == 1
+    assert len(other_model._forward_pre_hooks) == 1
     assert optimizer._recorder.seen() == []

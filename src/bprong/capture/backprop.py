@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bprong.capture.calls import Call
-from bprong.capture.output import Output
 from bprong.capture.request import Fisher
+from bprong.capture.tape import Output
 from bprong.likelihood.families import Likelihood, generator
 from bprong.linalg.moments import float64_copy, to_float64
 

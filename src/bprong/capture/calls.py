@@ -29,10 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bprong.capture.cells import FORMULAS
 from bprong.capture.convolution import Geometry, patch_rows
-from bprong.capture.losses import Replacements
-from bprong.capture.output import as_plain
+from bprong.capture.listener import Replacements
+from bprong.capture.tape import as_plain
 from bprong.capture.weights import FUNCTIONS, WeightMatrix
-from bprong.likelihood.loss import LossCall
 from bprong.linalg.moments import Sums, block_rows
 
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
@@ -129,8 +128,6 @@ class Calls(list[Call]):
               parameter, each with the view of it that they take
     empty:    the names of weights that were called without any row, e.g. experts that were given no example
     masks:    tensors that may be masks of positions: what the model and its attention are given
-    losses:   the calls of loss functions, in a pass of our own
-    returned: what the model returned, in a pass of our own
     retained: the tensors whose gradients were asked to be retained
     formulas: whether cells are computed by their formulas, so that they are recorded
     opaque:   whether some of the calls are in a reentrant checkpoint, whose graph cannot be used
@@ -143,8 +140,6 @@ class Calls(list[Call]):
         self.weights: dict[int, list[tuple[WeightMatrix, Tensor]]] = {}
         self.empty: set[str] = set()
         self.masks: list[Tensor] = []
-        self.losses: list[LossCall] = []
-        self.returned: Any = None
         self.retained: list[weakref.ref[Tensor]] = []
         self.opaque = False
         self.thread = threading.get_ident()
@@ -344,8 +339,6 @@ STAND_INS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that tak
     (torch, "matmul", _by_hand),
     (Tensor, "matmul", _by_hand),
     (Tensor, "__matmul__", _by_hand),
-    # In eval mode without gradients attention is one fused function, which shows none of its projections.
-    (torch.backends.mha, "get_fastpath_enabled", lambda function: False),
     (F, "multi_head_attention_forward", _noted, _note_keys),
     (F, "scaled_dot_product_attention", _noted, _note_attention),
     (Tensor, "retain_grad", _noted, lambda calls, tensor: calls.retained.append(weakref.ref(tensor))),

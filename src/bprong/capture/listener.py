@@ -1,4 +1,4 @@
-"""Hooks on a model and on its loss: which of their calls are training.
+"""What is seen of the user's code: calls of a model and of torch's loss functions; and what our own code runs in.
 
 Calls in eval mode or without gradients are validation; calls inside of others, passes of our own, traces and transforms
 of torch.func are not training either.
@@ -6,185 +6,348 @@ of torch.func are not training either.
 
 from __future__ import annotations
 
+# Python's own wrappers make enumerations of all that they return, which takes longer than the rest of a context.
+import _signal as signal  # type: ignore[import-not-found]
 import threading
 import weakref
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from bprong.contexts import Uninterrupted, is_own_pass
+from bprong.likelihood.declared import KINDS
+from bprong.likelihood.loss import Kind, LossCall
 
 if TYPE_CHECKING:
     from bprong.capture.recorder import Recorder
+    from bprong.capture.tape import Tape
+
+# What our own code runs in --------------------------------------------------------------------------------------------
+
+_THREAD = threading.local()  # `passes`: how many passes of our own are running in this thread
+_ONE_AT_A_TIME = threading.RLock()  # random number generators and forward-mode AD belong to the process
+_INTERRUPT = SimpleNamespace(handler=None, is_pending=False)
+
+
+def _delay(signum: int, frame: FrameType | None) -> None:
+    """Handle an interrupt while interrupts are delayed."""
+    if _INTERRUPT.is_pending:
+        signal.signal(signal.SIGINT, _INTERRUPT.handler)
+        _INTERRUPT.handler(signum, frame)
+    _INTERRUPT.is_pending = True
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay an interrupt (SIGINT: Ctrl-C, a notebook's stop button) until the context ends.
+
+    A step changes statistics, factors and parameters one after the other; an interrupt between them would leave some of
+    them from this step and some from the last. A second interrupt is not delayed, because a model that is run in here
+    may hang. Only the main thread is ever interrupted, and only a handler in Python can be delayed.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if handler is _delay or not callable(handler):
+        yield
+        return
+    _INTERRUPT.handler = handler
+    _INTERRUPT.is_pending = False
+    signal.signal(signal.SIGINT, _delay)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if _INTERRUPT.is_pending:
+            handler(signal.SIGINT, None)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Switch autocast off; entering a context takes longer than finding out whether it is needed."""
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
+
+
+def is_own_pass() -> bool:
+    """Return whether the call of a model that is running is one of ours, which is not training."""
+    return getattr(_THREAD, "passes", 0) > 0
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """Mark what is run as a pass of our own."""
+    with _ONE_AT_A_TIME:
+        _THREAD.passes = getattr(_THREAD, "passes", 0) + 1
+        try:
+            yield
+        finally:
+            _THREAD.passes -= 1
+
+
+# Calls of a model -----------------------------------------------------------------------------------------------------
+
+CALL = "_compiled_call_impl"
 
 
 class Listener:
-    """Hooks on a model and on its loss that report training calls to their owner, as long as that lives.
+    """Reports the training calls of a model to a recorder, as long as that lives.
 
-    owner:     returns it; None for the copy in a copied or unpickled model, which has none yet
-    wanted:    whether training calls are reported
-    compiled:  these, as a linked list, since torch.compile would compile again for each length of a Python list
+    It stands where torch keeps the call of a module that is compiled in place: hooks are not told of interrupts, and
+    copies and pickles leave it out. Calls in compiled code, which show their arguments only, are seen by a hook.
+
+    compiled:  these arguments, as a linked list, since torch.compile would compile again for each length of a list
+    wanted:    whether calls are reported
     """
 
-    def __init__(self, owner: Recorder | None = None) -> None:
-        self.owner = (lambda: None) if owner is None else weakref.ref(owner)
-        self.wanted = False
+    def __init__(self, recorder: Recorder) -> None:
         self.compiled: Any = None
-        self._thread = threading.local()
-        if owner is None:
-            return
-        loss = owner.loss.given
-        _remove_copies(owner.model)
-        handles = [
-            owner.model.register_forward_pre_hook(self.before, with_kwargs=True),
-            owner.model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-        ]
-        if isinstance(loss, nn.Module):
-            _remove_copies(loss)
-            handles.append(loss.register_forward_hook(self.after_loss))
-        for handle in handles:
-            weakref.finalize(owner, handle.remove)
-        weakref.finalize(owner, Guard.take_off, weakref.ref(owner.model), self)
+        self.wanted = False
+        self._thread = threading.local()  # `tape`: what is recorded of the call that is running in this thread
+        self._compiled_call_impl: Any = None  # what was there before
+        self._recorder = weakref.ref(recorder)
+        self._model = weakref.ref(recorder.model)
+        hooks = recorder.model._forward_pre_hooks
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), nullcontext):  # it is the copy of a listener
+                del hooks[key], recorder.model._forward_pre_hooks_with_kwargs[key]
+        handle = recorder.model.register_forward_pre_hook(self, with_kwargs=True)
+        weakref.finalize(recorder, handle.remove)
+        weakref.finalize(recorder, self.listen, False)
         self.listen(True)
 
-    def __reduce__(self) -> tuple[type[SimpleNamespace], tuple[()], dict[str, Any]]:
-        """In a pickled model its hooks are functions of Python that do nothing: whoever loads it needs no bprong."""
-        nothing = nullcontext().__exit__  # takes any arguments and returns None
-        return SimpleNamespace, (), {"before": nothing, "after": nothing, "after_loss": nothing}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the hook of a copied or pickled model one that does nothing: whoever loads it needs no bprong."""
+        return getattr, (nullcontext(), "__exit__")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
-        return Listener()
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script, and nobody else, needs of a hook."""
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of an optimizer. Use torch.export.export or torch.jit.trace "
+            '(Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting'
+        )
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_seen = torch.compiler.is_compiling() and self.wanted and module.training and torch.is_grad_enabled()
+        if is_seen and not getattr(torch.compiler, "_is_exporting_flag", False):  # then tensors have no values
+            self.compiled = ((args, kwargs), self.compiled)
 
     def listen(self, wanted: bool) -> None:
-        """Whether the calls from now on are reported. If not, a hook costs no more than the test of a flag."""
-        owner = self.owner()
-        if wanted == self.wanted or owner is None:
+        """Say whether the calls from now on are reported. If not, the hook costs no more than the test of a flag."""
+        model = self._model()
+        if wanted == self.wanted or model is None:
             return
         self.wanted = wanted
         if wanted:
-            Guard.put_on(owner.model, self)
-        else:
-            Guard.take_off(weakref.ref(owner.model), self)
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            if self.wanted and module.training and torch.is_grad_enabled() and not _is_exporting():
-                self.compiled = ((args, kwargs), self.compiled)
+            self._compiled_call_impl = getattr(model, CALL)
+            vars(model)[CALL] = self.call
             return
-        if not self.wanted:
-            return
-        training = module.training and torch.is_grad_enabled()
-        # A model that calls itself is called once.
-        starts = training and not self._running and not is_own_pass() and not _is_transformed()
-        owner = self.owner() if starts else None
-        with Uninterrupted():
-            self._running.append(None if owner is None else owner.begin(args, kwargs))
+        place: Any = model
+        while place is not None and getattr(place, CALL) != self.call:
+            listener = getattr(getattr(place, CALL), "__self__", None)  # that of another optimizer
+            place = listener if isinstance(listener, Listener) else None
+        if place is not None:
+            vars(place)[CALL] = self._compiled_call_impl
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        # torch.jit.script, which shows these lines, cannot compile the hooks of an optimizer. Use torch.export.export
-        # or torch.jit.trace (Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting.
-        if torch.compiler.is_compiling() or not self.wanted or not self._running:
-            return
-        with Uninterrupted():
-            begun = self._running.pop()
-            owner = self.owner()
-            if begun is not None and owner is not None:
-                owner.finish(begun, returned)
-
-    def after_loss(self, module: nn.Module, args: tuple[Any, ...], value: Any) -> None:
-        if torch.compiler.is_compiling() or not self.wanted or is_own_pass():
-            return
-        owner = self.owner()
-        if owner is not None and owner.last_loss is not None:
-            owner.last_loss.is_declared = True
-
-    def abandon(self, depth: int) -> None:
-        """Ends the calls beyond this depth, which have neither returned nor raised an Exception."""
-        while len(self._running) > depth:
-            begun = self._running.pop()
-            owner = self.owner()
-            if begun is not None and owner is not None:
-                owner.finish(begun, None)
-
-    @property
-    def innermost(self) -> Any:
-        """What is recorded of the call of the model that is running in this thread; None: there is none."""
-        return self._running[-1] if self._running else None
-
-    @property
-    def depth(self) -> int:
-        """How many calls of the model are running in this thread, one inside of the other."""
-        return len(self._running)
-
-    @property
-    def _running(self) -> list[Any]:
-        """The calls of the model that are running in this thread."""
-        running: list[Any] = self._thread.__dict__.setdefault("running", [])
-        return running
-
-
-class Guard:
-    """The call of a model, which ends what hooks began even if it is interrupted.
-
-    torch calls `Listener.after` when the model returns or raises an Exception; KeyboardInterrupt is none. The guard
-    stands where torch keeps the call of a module that is compiled in place, which copies and pickles leave out.
-
-    listeners: those of the model's optimizers that are listening
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.compiled = module._compiled_call_impl
-        self.listeners: list[Listener] = []
-        self._module = weakref.ref(module)  # not a cycle, so that an unused model is freed at once
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        depths = [(listener, listener.depth) for listener in self.listeners]
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and end what was begun however the call ends."""
+        model: Any = self._model()
+        proceed = self._compiled_call_impl or model._call_impl
+        if torch.compiler.is_compiling() or self.innermost is not None:  # a model that calls itself is called once
+            return proceed(*args, **kwargs)
+        compiled = self.compiled
+        tape = None
         try:
-            return (self.compiled or self._module()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
+            with uninterrupted():
+                tape = self._begin(model, args, kwargs)
+            returned = proceed(*args, **kwargs)
+            with uninterrupted():
+                self._finish(tape, returned)
+            self.compiled = self.compiled if tape is None else compiled  # the hook has seen the same call
+            return returned
         except BaseException:
-            for listener, depth in depths:
-                listener.abandon(depth)
+            self._finish(tape, None)
             raise
 
-    @classmethod
-    def put_on(cls, module: nn.Module, listener: Listener) -> None:
-        guard = module._compiled_call_impl
-        if not isinstance(guard, Guard):
-            guard = cls(module)
-            module._compiled_call_impl = guard
-        guard.listeners.append(listener)
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
+        """Return what is recorded of a call; None: nothing."""
+        recorder = self._recorder()
+        is_training = model.training and torch.is_grad_enabled() and not is_own_pass()
+        is_traced = torch._C._get_tracing_state() is not None
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if recorder is not None and is_training and not is_traced and not is_transformed:
+            self._thread.tape = recorder.begin(args, kwargs)
+        return self.innermost
 
-    @classmethod
-    def take_off(cls, module: weakref.ref[nn.Module], listener: Listener) -> None:
-        guarded = module()
-        guard = None if guarded is None else guarded._compiled_call_impl
-        if guarded is not None and isinstance(guard, Guard):
-            guard.listeners = [other for other in guard.listeners if other is not listener]
-            if not guard.listeners:
-                guarded._compiled_call_impl = guard.compiled
+    @property
+    def innermost(self) -> Tape | None:
+        """What is recorded of the call that is running in this thread; None: none is, as far as calls are recorded."""
+        return getattr(self._thread, "tape", None)
 
-
-def _is_exporting() -> bool:
-    """Whether torch.export calls the model, with tensors that have no values."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))  # is_exporting() is missing in torch 2.6
-
-
-def _is_transformed() -> bool:
-    """Whether calls are traced, or are inside of a transform of torch.func."""
-    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+    def _finish(self, tape: Tape | None, returned: Any) -> None:
+        """End the recording of a call, once; returned: None if it has raised an error."""
+        recorder = self._recorder()
+        if tape is not None and tape is self.innermost:
+            self._thread.tape = None
+            if recorder is not None:
+                recorder.finish(tape, returned)
 
 
-def _remove_copies(module: nn.Module) -> None:
-    """Removes the hooks that a copied or loaded module has from the original."""
-    for hooks, *flags in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-    ):
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has compiled a module, in place or not."""
+    call = getattr(module, CALL)
+    while isinstance(getattr(call, "__self__", None), Listener):
+        call = getattr(call.__self__, CALL)
+    return call is not None or hasattr(module, "_orig_mod")
+
+
+# Hooks of the user's that change what a module computes belong to it; others must not be called by us.
+CHANGING: set[int] = set()  # keys of hooks that have returned something; they are unique over all modules
+GLOBAL_HOOKS = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
+
+
+def hooks_of(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any, str]]:
+    """Yield the hooks of a model: where they are, under which key, they themselves, and where they were defined."""
+    everywhere = [*GLOBAL_HOOKS]
+    for m in model.modules():
+        everywhere += [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
+    for hooks in everywhere:
         for key, hook in list(hooks.items()):
-            listener = getattr(hook, "__self__", None)
-            if isinstance(listener, nullcontext) or (isinstance(listener, Listener) and listener.owner() is None):
-                for entries in (hooks, *flags):
-                    entries.pop(key, None)  # type: ignore[attr-defined]
+            yield hooks, key, hook, getattr(getattr(hook, "func", hook), "__module__", "")
+
+
+@contextmanager
+def noted_hooks(model: nn.Module) -> Iterator[None]:
+    """Find out, in a pass of the user's, which forward hooks change what their module computes."""
+    replaced = []
+    for hooks, key, hook, source in hooks_of(model):
+        if not source.startswith(("torch.", "bprong.")):
+            replaced.append((hooks, key, hook, partial(_noted, key, hook)))
+            hooks[key] = replaced[-1][-1]
+    try:
+        yield
+    finally:
+        for hooks, key, hook, noted in replaced:
+            if hooks.get(key) is noted:
+                hooks[key] = hook
+
+
+def _noted(key: int, hook: Callable[..., Any], *args: Any) -> Any:
+    result = hook(*args)
+    if result is not None:
+        CHANGING.add(key)
+    return result
+
+
+# Calls of loss functions ----------------------------------------------------------------------------------------------
+
+
+class Replacements:
+    """Attributes of modules and classes, replaced while at least one context is active.
+
+    Contexts may end in another order than they began in, since they may belong to several threads.
+
+    find: gives the place, the name and the stand-in of each attribute
+    """
+
+    def __init__(self, find: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
+        self._find = find
+        self._active = 0
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Replace the attributes, unless they are replaced already."""
+        with self._lock:
+            self._active += 1
+            if self._active == 1:
+                for place, name, stand_in in self._find():
+                    attributes = vars(place)  # what is found by __getattr__ is not there, and must not stay there
+                    is_there = name in attributes
+                    restore = (setattr, place, name, attributes[name]) if is_there else (delattr, place, name)
+                    self._stack.callback(*restore)
+                    setattr(place, name, stand_in)
+
+    def end(self) -> None:
+        """Restore the attributes, if nobody else needs their stand-ins."""
+        with self._lock:
+            self._active -= 1
+            if self._active == 0:
+                self._stack.close()
+
+
+REDUCTIONS = ("none", "mean", "sum")  # by their numbers in torch
+
+_WATCHERS: dict[int, Callable[[LossCall], object]] = {}  # those that are told of calls, by the id of whom they serve
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Yield those of the functions that all of torch's losses end in: a call is seen however the user writes it."""
+    for kind in KINDS.values():
+        place = torch._C._nn if hasattr(torch._C._nn, kind.end) else torch
+        yield place, kind.end, _stand_in(getattr(place, kind.end), kind)
+
+
+def _stand_in(end: Callable[..., Tensor], kind: Kind) -> Callable[..., Tensor]:
+    def seen(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        value = end(input, target, *args, **kwargs)
+        if torch.compiler.is_compiling() or not _WATCHERS:
+            return value
+        named = dict(zip(kind.options, args, strict=False)) | kwargs
+        named = {name: option for name, option in named.items() if option is not None}
+        named["reduction"] = REDUCTIONS[named.get("reduction", 1)]
+        if kind.function is F.mse_loss and target.requires_grad and not input.requires_grad:  # it is symmetric
+            input, target = target, input
+        for watcher in list(_WATCHERS.values()):
+            call = LossCall(kind, input, target.detach(), named, value.detach())
+            if value.grad_fn is not None:  # whoever keeps the value must not keep the logits
+                value.register_hook(partial(_arrive, weakref.ref(call)))  # type: ignore[no-untyped-call]
+            watcher(call)
+        return value
+
+    return seen
+
+
+def _arrive(reference: weakref.ref[LossCall], gradient: Tensor) -> None:
+    call = reference()
+    if call is not None:
+        call.arrive(torch._C._current_graph_task_id(), gradient)
+
+
+_STAND_INS = Replacements(_stand_ins)
+
+
+def watch(key: int, watcher: Callable[[LossCall], object]) -> None:
+    """Tell somebody of the calls of loss functions from now on; key: the id of whom this serves."""
+    if key not in _WATCHERS:
+        _WATCHERS[key] = watcher
+        _STAND_INS.begin()
+
+
+def unwatch(key: int) -> None:
+    """Tell him no longer."""
+    if _WATCHERS.pop(key, None) is not None:
+        _STAND_INS.end()
+
+
+@contextmanager
+def watched_losses() -> Iterator[list[LossCall]]:
+    """Yield the calls of loss functions that this thread makes in this context."""
+    calls: list[LossCall] = []
+    thread = threading.get_ident()
+    watch(id(calls), lambda call: calls.append(call) if threading.get_ident() == thread else None)
+    try:
+        yield calls
+    finally:
+        unwatch(id(calls))

@@ -6,6 +6,7 @@ depend on how the user's loss is reduced or scaled.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,19 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from bprong.capture.backprop import Graph, normal, of_targets, roots_of
-from bprong.capture.batches import Batch, Subset, copied, examples
 from bprong.capture.calls import Call, Calls, recorded_calls
-from bprong.capture.output import Head, Output
-from bprong.capture.own_pass import random_numbers, recorded_run
+from bprong.capture.listener import own_pass, without_autocast
+from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, run_alone
 from bprong.capture.padding import counted_rows, nonzero_rows
 from bprong.capture.request import LayerMoments, Request
+from bprong.capture.tape import Batch, Head, Output
 from bprong.capture.weights import WeightMatrix
-from bprong.contexts import own_pass, timed, without_autocast
 from bprong.likelihood.families import drawing, mixed
 from bprong.likelihood.loss import Loss, Targets
 from bprong.linalg.moments import Sums
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.parallel.slices import is_sliced
+
+
+@contextmanager
+def timed(seconds: dict[str, float], purpose: str) -> Iterator[None]:
+    """Add the time that the context takes."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[purpose] += time.perf_counter() - start
 
 
 def merged(batches: Iterable[Mapping[str, LayerMoments]]) -> dict[str, LayerMoments]:
@@ -49,10 +59,14 @@ def record(
     head: Head | None = None,
     class_dim: int | None = None,
 ) -> dict[str, LayerMoments]:
-    """Run `model` on x and measure its layers; head: finds the output; for class_dim see `output.laid_out`."""
+    """Run `model` on x and measure its layers; head: finds the output; for class_dim see `tape.laid_out`."""
     needs_graph = bool(request.errors) or counted is not None or request.verify
-    with recorded_run(model, request.weights, x, request.seed, needs_graph, head) as (parts, calls):
-        measured = measure(request, Output.of(parts, class_dim), calls, y, counted)
+    with run_alone(model, x, request.seed, needs_graph, head, recorded_calls(request.weights)) as run:
+        calls: Calls = run.recorded
+        calls.note_masks(x)
+        if needs_graph:
+            calls.drop_without_graph()
+        measured = measure(request, Output.of(run.parts, class_dim), calls, y, counted)
         for call in calls:
             measured[call.weight.name].probe = call.z
         return measured
@@ -171,7 +185,7 @@ class Meter:
             again: Mapping[str, LayerMoments] = {}
             if batch.x is not None and weights:
                 count = examples(batch.x)
-                x = copied(batch.x, Subset(count, count), next(iter(weights)).weight.dtype)
+                x = rows_of(batch.x, Subset(count, count), next(iter(weights)).weight.dtype)
                 request_again = replace(request, weights=weights, seed=self._seed(request, i))
                 with torch.enable_grad():
                     again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)

@@ -10,8 +10,10 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,50 +21,54 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from bprong.capture.calls import Calls, recorded_calls
-from bprong.capture.losses import Replacements, watched_losses
-from bprong.capture.output import Head
-from bprong.capture.weights import WeightMatrix
-from bprong.contexts import own_pass
+from bprong.capture.listener import CHANGING, GLOBAL_HOOKS, Replacements, hooks_of, own_pass, watched_losses
+from bprong.capture.tape import Arguments, Batch, Head, copy_of
+from bprong.likelihood.loss import LossCall
 
 
-class Arguments(NamedTuple):
-    """What a model was called with; autocast: the precision of autocast at that time, if it was on."""
+class Run(NamedTuple):
+    """A pass of our own.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: torch.dtype | None = None
+    parts:     the tensors that the loss is computed from
+    returned:  what the model returned
+    losses:    the calls of loss functions
+    recorded:  what the context that it ran in has recorded
+    """
 
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy of an input, without its history."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    parts: list[Tensor]
+    returned: Any
+    losses: list[LossCall]
+    recorded: Any
 
 
 @contextmanager
-def recorded_run(
-    model: nn.Module, weights: Iterable[WeightMatrix], x: Any, seed: int, errors: bool, head: Head | None = None
-) -> Iterator[tuple[list[Tensor], Calls]]:
-    """Run `model` on x and return its output and every call of the weights; errors: with an autograd graph."""
+def run_alone(
+    model: nn.Module,
+    x: Any,
+    seed: int,
+    errors: bool,
+    head: Head | None = None,
+    recording: AbstractContextManager[Any] | None = None,
+) -> Iterator[Run]:
+    """Run `model` on x; errors: with an autograd graph; recording: the context that it runs in."""
     if errors and torch.is_inference_mode_enabled():
         raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
     with own_pass(), _without_trace(model, seed), torch.set_grad_enabled(errors):
-        with recorded_calls(weights) as calls, watched_losses() as losses, _AS_WRITTEN.active(), ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and importing it takes seconds
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            calls.note_masks(x)
-            calls.returned = _call(model, x)
-            calls.losses = losses
-        if errors:
-            calls.drop_without_graph()
-        yield (head or Head()).find(calls.returned, calls.losses), calls
+        with recording or nullcontext() as recorded, watched_losses() as losses, _AS_WRITTEN.active():
+            # Otherwise nothing was compiled, and importing it takes seconds.
+            eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+            with eager:
+                returned = _call(model, x)
+        yield Run((head or Head()).find(returned, losses), returned, losses, recorded)
 
 
-# Checkpoints, reentrant or not: the function is called once, with nothing around it.
+# Checkpoints, reentrant or not: the function is called once, with nothing around it. In eval mode without gradients
+# attention is one fused function, which shows none of its projections and has no derivatives.
 _AS_WRITTEN = Replacements(
     lambda: [
+        (torch.backends.mha, "get_fastpath_enabled", lambda: False),
         (
             checkpoint,
             "CheckpointFunction",
@@ -79,10 +85,10 @@ _AS_WRITTEN = Replacements(
 
 
 def _call(model: nn.Module, x: Any) -> Any:
-    """The model's output on a tensor, on a tuple or mapping of arguments, or on `Arguments`."""
+    """Return the model's output on a tensor, on a tuple or mapping of arguments, or on `Arguments`."""
     if isinstance(x, Tensor) and (x.ndim == 0 or len(x) == 0):
         raise ValueError(f"the batch is empty: its shape is {tuple(x.shape)}")
-    x = tree_map_only(Tensor, copy_of, x)  # a model may change what it is given
+    x = tree_map(copy_of, x)  # a model may change what it is given
     if isinstance(x, Arguments):
         # Parameters of several precisions need autocast; otherwise we compute in theirs.
         precisions = {(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()}
@@ -100,24 +106,21 @@ def _call(model: nn.Module, x: Any) -> Any:
 @contextmanager
 def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Use separate random numbers, and restore the state of all modules afterwards."""
-    visited: set[int] = set()
-    restore = _restorers(_GLOBAL_HOOKS, visited)
+    state: list[Any] = [*GLOBAL_HOOKS]
     for module in model.modules():
         if not getattr(module, "buffers_are_constant", False):
-            attributes = {k: value for k, value in vars(module).items() if k not in ("_parameters", "_modules")}
-            restore += [
-                *_restorers(attributes.values(), visited),
-                partial(_restore_attributes, vars(module), attributes),
-            ]
+            state.append(vars(module))
+    restore = _restorers(state, set())
+    for module in model.modules():
         if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
             restore += [partial(p.copy_, p.detach().clone()) for p in module.parameters(recurse=False)]
     with random_numbers(model, seed):
         try:
-            for hooks, key, _ in list(_users_hooks(model)):
-                if key not in _CHANGING:
+            for hooks, key, _, source in hooks_of(model):
+                is_users = not source.startswith(("torch.", "bprong."))
+                # A sharded model is whole in a pass of our own.
+                if source.startswith("torch.distributed.fsdp.") or (is_users and key not in CHANGING):
                     del hooks[key]
-            for hooks, key in list(_hooks_of_fsdp(model)):
-                del hooks[key]
             yield
         finally:
             with torch.no_grad():
@@ -125,95 +128,46 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
                     function()
 
 
-# Hooks of the user's that change what a module computes belong to it; others must not be called by us.
-_CHANGING: set[int] = set()  # keys of hooks that have returned something; they are unique over all modules
-_GLOBAL_HOOKS = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
-
-
-def _users_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Callable[..., Any]]]:
-    """The hooks of a model, other than those of torch and ours: where they are, under which key, and they."""
-    everywhere = [*_GLOBAL_HOOKS]
-    for m in model.modules():
-        everywhere += [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
-    for hooks in everywhere:
-        for key, hook in hooks.items():
-            source = getattr(getattr(hook, "func", hook), "__module__", "")
-            if not source.startswith(("torch.", "bprong.")):
-                yield hooks, key, hook
-
-
-def _hooks_of_fsdp(model: nn.Module) -> Iterator[tuple[dict[int, Any], int]]:
-    """Those that gather and release the parameters of a sharded model, which is whole in a pass of our own."""
-    for hooks in (d for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)):
-        for key, hook in hooks.items():
-            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
-                yield hooks, key
-
-
-@contextmanager
-def noted_hooks(model: nn.Module) -> Iterator[None]:
-    """Find out, in a pass of the user's, which forward hooks change what their module computes."""
-    replaced = [(hooks, key, hook, partial(_noted, key, hook)) for hooks, key, hook in _users_hooks(model)]
-    for hooks, key, _, noted in replaced:
-        hooks[key] = noted
-    try:
-        yield
-    finally:
-        for hooks, key, hook, noted in replaced:
-            if hooks.get(key) is noted:
-                hooks[key] = hook
-
-
-def _noted(key: int, hook: Callable[..., Any], *args: Any) -> Any:
-    result = hook(*args)
-    if result is not None:
-        _CHANGING.add(key)
-    return result
-
-
-def _restore_attributes(own: dict[str, Any], kept: Mapping[str, Any]) -> None:
-    """Unlike `_refill` it never removes an attribute that another thread may need."""
-    for name in own.keys() - kept.keys() - {"_parameters", "_modules"}:
-        del own[name]
-    own.update(kept)
-
-
 def _restorers(values: Iterable[Any], visited: set[int]) -> list[Callable[[], object]]:
-    """Functions that give values back their present contents: tensors, containers, and random number generators."""
+    """Return functions that give values, and what they contain, back their present contents."""
     restorers: list[Callable[[], object]] = []
     for value in values:
-        if type(value) in _IMMUTABLE or id(value) in visited:
+        if type(value) in _IMMUTABLE or id(value) in visited or isinstance(value, nn.Parameter):
             continue
         visited.add(id(value))
-        match value:
-            case dict() | list() | deque() | set() if not value:
-                restorers.append(value.clear)  # most containers of a module are for hooks, of which it has none
-            case dict() | list() | deque() | set():
-                contents = dict(value) if isinstance(value, dict) else list(value)
-                restorers.append(partial(_refill, value, contents))
-                restorers += _restorers(contents.values() if isinstance(contents, dict) else contents, visited)
-            case Tensor() if not isinstance(value, nn.Parameter):
-                restorers.append(partial(value.copy_, value.clone()))
-            case tuple():
-                restorers += _restorers(value, visited)
-            case np.ndarray():
-                restorers.append(partial(np.copyto, value, value.copy()))
-            case torch.Generator() | np.random.RandomState():
-                restorers.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
-            case random.Random():
-                restorers.append(partial(value.setstate, value.getstate()))
-            case np.random.Generator():
-                restorers.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        is_container = isinstance(value, (dict, list, deque, set, tuple))
+        if is_container and not value:  # as most containers of a module are
+            restorers += [] if isinstance(value, tuple) else [value.clear]
+            continue
+        for kinds, contents_of, restore in _RESTORED:
+            if isinstance(value, kinds):
+                restorers.append(partial(restore, value, contents_of(value)))
+        if is_container:
+            restorers += _restorers(list(value.values() if isinstance(value, dict) else value), visited)
     return restorers
 
 
-_IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}
-
-
 def _refill(container: Any, contents: Any) -> None:
-    fill = container.extend if isinstance(container, (list, deque)) else container.update
-    container.clear()
-    fill(contents)
+    """Give a container its contents; attributes of a module are never gone in between, since another thread may ask."""
+    if isinstance(container, dict):
+        for key in container.keys() - contents.keys():
+            del container[key]
+        container.update(contents)
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(contents)
+
+
+_IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}
+_RESTORED: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
+    (dict, dict, _refill),
+    ((list, deque, set), list, _refill),
+    (Tensor, Tensor.clone, Tensor.copy_),
+    (np.ndarray, np.copy, np.copyto),
+    ((torch.Generator, np.random.RandomState), methodcaller("get_state"), lambda g, state: g.set_state(state)),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.Generator, attrgetter("bit_generator.state"), lambda g, state: setattr(g.bit_generator, "state", state)),
+)
 
 
 @contextmanager
@@ -228,3 +182,67 @@ def random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
             with device:
                 torch.get_device_module(device.type).manual_seed(seed)
         yield
+
+
+# What it is run on ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subset:
+    """`count` of the `whole` examples of a batch, evenly spread, because a batch may be sorted.
+
+    Outputs, gradients and targets may have several rows for each example.
+
+    >>> Subset(2, 4).rows(torch.arange(8)).tolist()  # two rows for each example
+    [0, 1, 4, 5]
+    """
+
+    count: int
+    whole: int
+
+    @classmethod
+    def of(cls, batch: Batch, count: int) -> Subset:
+        """`count` of the examples; all, if outputs or targets do not have equally many rows for each example."""
+        subset = cls(count, examples(batch.x))
+        rows = [t for t in tree_leaves(batch.x) if isinstance(t, Tensor) and t.layout is not torch.strided]
+        rows += [] if batch.output is None else [batch.output]
+        rows += [] if batch.targets is None else [batch.targets.y]
+        return subset if all(map(subset.divides, rows)) else cls(subset.whole, subset.whole)
+
+    @property
+    def everything(self) -> bool:
+        return self.count >= self.whole
+
+    def divides(self, tensor: Tensor) -> bool:
+        """Whether the tensor can have the same number of rows for each example."""
+        dense = tensor.layout is torch.strided and tensor.ndim > 0
+        return dense and 0 < self.whole <= len(tensor) and len(tensor) % self.whole == 0
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The rows of the chosen examples; the tensor itself if all examples are chosen."""
+        if self.everything:
+            return tensor
+        chosen = torch.arange(self.count, device=tensor.device) * self.whole // self.count
+        return tensor.reshape(self.whole, len(tensor) // self.whole, *tensor.shape[1:])[chosen].flatten(0, 1)
+
+
+def examples(x: Any) -> int:
+    """The number of examples of a batch: the length of its first tensor."""
+    return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)
+
+
+def rows_of(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
+    """Return a subset of the examples of a batch, in which low precision is converted to `dtype`.
+
+    Tensors of another length than the batch are not examples and stay whole. Inputs in half precision come from
+    autocast, which is off when a batch is measured. The graph of inputs that were computed from parameters, e.g. of the
+    state of a recurrent network, may be gone, and is left out.
+    """
+
+    def select(leaf: Tensor) -> Tensor:
+        rows = leaf.detach()
+        rows = subset.rows(rows) if subset.divides(rows) and len(rows) == subset.whole else rows
+        rows = rows.to(dtype) if leaf.dtype in (torch.bfloat16, torch.float16) else rows
+        return rows.requires_grad_(leaf.requires_grad)
+
+    return tree_map_only(Tensor, select, batch)

@@ -9,47 +9,46 @@ step      The batches whose gradients are in `.grad` are used and forgotten.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
-from bprong.capture.batches import Batch
 from bprong.capture.calls import Calls, recorded_calls
-from bprong.capture.gradient_scale import GradientScale
-from bprong.capture.listener import Guard, Listener
-from bprong.capture.losses import Watch
+from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
-from bprong.capture.output import TO_THE_LOSS, Head, Output, nodes_behind
-from bprong.capture.reader import BatchReader
-from bprong.capture.tape import Tape, place_of
-from bprong.contexts import Uninterrupted, is_own_pass
+from bprong.capture.observed import check_loss, no_batch, with_loss_inside, with_observed
+from bprong.capture.tape import Arguments, Batch, Head, Tape, nodes_behind, place_of
 from bprong.likelihood.loss import Loss, LossCall
-from bprong.parallel.slices import is_sharded, leaves, local
+from bprong.parallel.processes import ALIKE, Ranks
+from bprong.parallel.slices import is_sharded, is_sliced, leaves, local
+
+ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
 
 
 class Recorder:
     """The batches a model was trained on since the last optimizer step.
 
-    model:     the root module as the user calls it, compiled or not; it has hooks while this object lives
-    loss:      the declared loss; if it is a module, that has a hook too
+    model:     the root module as the user calls it, compiled or not; it has a hook while this object lives
+    loss:      the declared loss
     head:      finds the output that the loss is computed from
     meter:     measures the calls of the model's weights; measures: whether it does so at this step
     trained:   the parameters that are trained; None: all
     reads:     whether the targets of every batch are needed, even if nothing is measured
     keeps:     whether the arguments of calls are kept until the next step
-    reader:    makes batches of what was recorded
+    observed:  the batches given by `observe`, which are measured instead of the calls
     scale:     compares gradients at the end of backward passes with those at the step
 
-    Copies and pickles contain no batches and put hooks of their own on their model.
+    Copies and pickles contain no batches and put a hook of their own on their model.
     """
 
     def __init__(
@@ -69,18 +68,17 @@ class Recorder:
         self.keeps = keeps
         self.measures = meter is not None
         self.trained: set[Tensor] | None = None
+        self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Tape] = []
         self.scale = GradientScale()
-        self.last_loss: LossCall | None = None
         self._waits = False  # whether a call since the last step waits for its loss and its backward pass
-        self.reader = BatchReader(model, loss, head, reads)
         self._leaves = leaves(model) if is_sharded(model) else []
-        self.reader.loss_is_inside = not self._leaves
         self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
-        self._changes_input: bool | None = None  # whether the model writes to what it is called with; None: not known
+        self._no_output: str | None = None  # why no output was found in what the model returned
+        self._loss_is_inside = not self._leaves  # whether the model may compute its loss itself, as far as is known
+        self._loss_was_seen = False  # or what is to be said of it was said
         self.listener = Listener(self)
-        self._watch = Watch(partial(_note, weakref.ref(self)))
-        weakref.finalize(self, self._watch.stop)
+        weakref.finalize(self, unwatch, id(self))
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...], dict[str, Any]]:
         arguments = (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
@@ -88,53 +86,35 @@ class Recorder:
 
     def stop_watching(self) -> None:
         """Look at calls of loss functions no longer, until the model is called again."""
-        self._watch.stop()
+        unwatch(id(self))
 
     def observe(self, x: Any, y: Tensor | None = None) -> None:
         """Measure this batch at the next step, instead of the calls of the model."""
-        self.reader.observed.append((x, y))
+        self.observed.append((x, y))
 
     def forget(self) -> None:
         """Forget all batches: they were used, or the step was refused."""
-        self._watch.stop()
+        self.stop_watching()
         self._waits = False
-        self.last_loss = None
-        self.reader.observed.clear()
+        self.observed.clear()
         for tape in self.reached:
             tape.release()
         self.reached.clear()
         self.listener.compiled = None
 
-    def seen(self) -> list[Batch]:
-        """The batches since the last step: those observed or, without any, the calls that a backward pass reached."""
-        self._check_unchanged()
-        return self.reader.read(self.reached, self.listener.compiled)
-
-    def take(self, **conditions: bool) -> list[Batch]:
-        """The batches that a step needs; see `BatchReader.take`."""
-        self._check_unchanged()
-        return self.reader.take(self.reached, self.listener.compiled, **conditions)
-
-    def _check_unchanged(self) -> None:
-        if self.keeps and not self.reader.observed and any(tape.is_changed for tape in self.reached):
-            raise RuntimeError(
-                "the batch was changed in place between the model's call and the step, so it cannot be evaluated. "
-                "Call optimizer.observe(x.clone()) before you change it"
-            )
-
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
-        """When the model is called in training: what is recorded of it; None: nothing."""
+        """When the model is called in training: return what is recorded of it; None: nothing."""
         weights = list(self.meter.request().weights) if self.measures and self.meter is not None else []
         if not (weights or self.reads):
             return None
-        self._watch.start()
+        watch(id(self), partial(_tell, weakref.WeakMethod(self.note_loss)))
         tape = Tape()
         if weights:
-            self._is_opaque = bool(self._leaves) or any(map(_is_compiled, self.model.modules()))
+            self._is_opaque = bool(self._leaves) or any(map(is_compiled, self.model.modules()))
         if weights or self.keeps or self._is_opaque:
-            tape.keep(self.model, args, kwargs, copies=self.keeps and self._changes_input is not False)
+            tape.keep(self.model, args, kwargs)
         if self._is_opaque:
             # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
             # gradients, and gather parameters as often as this rank's batch asks for.
@@ -150,15 +130,12 @@ class Recorder:
         tape.recording.close()
         if returned is None and not self._waits:
             self.stop_watching()
-        if tape.originals is not tape.arguments:
-            self._changes_input = tape.is_changed
-            tape.originals = None  # what becomes of them does not matter, since there are copies
         if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
             self.head.inside = any(call.is_declared for call in tape.losses)
         try:
             parts = [] if returned is None else self.head.find(returned, tape.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
-            self.reader.no_output = str(reason)
+            self._no_output = str(reason)
             # Without a declared loss the output itself is not needed, but a place where a backward pass arrives.
             tensors = tree_leaves(returned) if self.loss.is_undeclared else []
             parts = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad][:1]
@@ -166,48 +143,33 @@ class Recorder:
             self._wait(tape, parts, returned)
 
     def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
-        """Waits for a backward pass at the parts of the output, or at the tensors that they are made of."""
+        """Wait for a backward pass at the parts of the output, or at the tensors that they are made of."""
         self._waits = True
-        tensors, structure = tree_flatten(returned)
-        is_function = callable(self.head.key)
-        if tape.losses:
-            tape.take_losses(parts, tensors if is_function else ())
-        tape.output = Output.of(parts)
-        tape.place = place_of(parts[0]) if len(parts) == 1 else ()
-        sources = [edge.node for edge in tape.output.edges]
-        if is_function and not all(any(part is leaf for leaf in tensors) for part in parts):
-            tape.structure = structure  # the loss is computed from the tensors that the output was made of
-            parts = tensors
-            sources = [leaf.grad_fn for leaf in tensors if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        elif len(parts) == 1:
-            tape.number = parts[0].output_nr
-            tape.output = replace(tape.output, edges=())
-        for node in sources:  # for the loss to find the call
-            cast(Any, node).metadata[id(self)] = weakref.ref(tape)
-        if not any(part.numel() for part in tape.output.parts):
-            tape.calls = None
-        calls = tape.calls
-        if calls is not None:
-            tape.retained = [*calls.retained, *(weakref.ref(t) for t in tensors if isinstance(t, Tensor))]
-            self.reader.loss_is_inside = bool(tape.losses) or (calls.opaque and self.reader.loss_is_inside)
-            calls.drop_without_graph()
-        if not self.keeps and (calls is None or not _needs_own_pass(calls, self.reads)):
-            tape.arguments = None
-            tape.originals = None
-        for i, part in enumerate(parts):
-            _await(self, tape, i, part)
-        if calls is not None and calls.opaque:  # the loss of a compiled model may be one of its tensors
-            for leaf in tensors:
-                _await(self, tape, None, leaf)
+        tensors = tree_leaves(returned)
+        awaited: list[tuple[int | None, Any]] = list(enumerate(tape.expect(parts, returned, self.head)))
+        for _, part in awaited:  # for the loss to find the call
+            if isinstance(part, Tensor) and part.grad_fn is not None:
+                cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)
+        if tape.calls is not None:
+            tape.retained = [*tape.calls.retained, *(weakref.ref(t) for t in tensors if isinstance(t, Tensor))]
+            tape.calls.drop_without_graph()
+            self._loss_is_inside = bool(tape.losses) or (tape.calls.opaque and self._loss_is_inside)
+            if tape.calls.opaque:  # the loss of a compiled model may be one of its tensors
+                awaited += [(None, leaf) for leaf in tensors]
+        for i, part in awaited:
+            if isinstance(part, Tensor) and part.grad_fn is not None:  # hooks would gather on a parameter
+                hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
+                part.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def note_loss(self, call: LossCall) -> None:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
-        self.last_loss = call
+        if isinstance(self.loss.given, nn.Module):
+            call.is_declared = _is_running(self.loss.given, sys._getframe())
         running = self.listener.innermost
         if running is not None:
             running.losses.append(call)
             return
-        for node in nodes_behind(call.input, lambda node: id(self) in node.metadata, TO_THE_LOSS):
+        for node in nodes_behind(call.input, lambda node: id(self) in node.metadata):
             tape = node.metadata[id(self)]()
             if tape is not None:
                 call.is_whole = bool(tape.place) and tape.place == place_of(call.input)
@@ -216,14 +178,14 @@ class Recorder:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, tape: Tape, part: int | None, gradient: Tensor) -> None:
+    def arrive(self, tape: Tape, part: int | None, gradient: Tensor | None) -> None:
         """When the user's backward pass arrives at a part of the output of a call.
 
         If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
         `.grad`.
         """
         accumulates = destination(self._leaves or self.model.parameters())
-        if tape.output is None or accumulates is None:  # it was used by an earlier step, or this is not training
+        if gradient is None or tape.output is None or accumulates is None:  # a step has used it, or it is no training
             return
         if not accumulates and any(one.accumulated for one in self.reached):
             return  # its gradients are for the user's own use
@@ -242,11 +204,14 @@ class Recorder:
         tape.accumulated = accumulates
         if part is not None:
             tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
-        if is_first and tape.calls is not None:
+        if is_first and self.meter is not None and tape.calls is not None:
             tape.measure(self.meter, len(self.reached) - 1, self.loss, self.head)
+            measured = (tape.measured or {}).values()
+            if measured and not self.keeps and all(layer.called for layer in measured):
+                tape.arguments = None
 
     def _sort_reached(self, accumulates: bool, task: int, is_first: bool) -> None:
-        """Drops the calls whose gradients were thrown away or were not for `.grad`; adds the moments of others up.
+        """Drop the calls whose gradients were thrown away or were not for `.grad`; add the moments of others up.
 
         is_first: whether the backward pass arrives at a call for the first time
         """
@@ -264,52 +229,61 @@ class Recorder:
                 following.measured = merged([one.measured or {}, following.measured or {}])
                 one.measured = {}
 
+    # Step -------------------------------------------------------------------------------------------------------------
 
-def _await(recorder: Recorder, tape: Tape, i: int | None, part: Any) -> None:
-    """Waits for a backward pass at a part of the output; hooks would gather on a parameter that is returned."""
-    if isinstance(part, Tensor) and part.grad_fn is not None:
-        hook = partial(_arrive, weakref.ref(recorder), tape, i)  # which would keep itself alive if it had the tensor
-        part.register_hook(hook)  # type: ignore[no-untyped-call]
+    def take(self, *, needed: bool, counting: bool, shared: bool) -> list[Batch]:
+        """Return the batches since the last step, without empty ones.
+
+        needed:    raise an error if there is none, or if the declared loss was not seen and its targets are needed
+        counting:  those of them whose loss counts any of its targets, since a mean of nothing is not finite
+        shared:    whether other processes may have such batches if this one has none
+        """
+        batches = self.seen()
+        if needed and not batches:
+            raise no_batch(self.model, self._no_output)
+        batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
+        if needed and not self._loss_was_seen:
+            functions = {call.function for tape in self.reached for call in tape.losses}
+            check_loss(self.loss, batches, functions, self.reads, is_observed=bool(self.observed))
+            self._loss_was_seen = True
+        if not counting:
+            return batches
+        return [batch for batch in batches if batch.counts] or ([] if shared else batches)
+
+    def seen(self) -> list[Batch]:
+        """Return the batches since the last step: those observed or, without any, the calls that errors reached.
+
+        As many calls as observed batches have the gradients of these.
+        """
+        calls = [tape.batch(self.loss, self.head) for tape in self.reached]
+        link = self.listener.compiled
+        while link is not None:
+            arguments, link = link
+            calls.append(Batch(Arguments(*arguments)))
+        if self._loss_is_inside and self.head.functions:
+            for i, call in enumerate(calls):
+                if call.targets is None and call.x is not None and self._loss_is_inside:
+                    calls[i], self._loss_is_inside = with_loss_inside(call, self.model, self.loss, self.head)
+        if not self.observed:
+            return calls
+        same = calls if len(calls) == len(self.observed) else [Batch()] * len(self.observed)
+        return [with_observed(call, x, y, self.loss) for call, (x, y) in zip(same, self.observed, strict=True)]
 
 
-def _note(owner: weakref.ref[Recorder], call: LossCall) -> None:
-    recorder = owner()
-    if recorder is not None and not is_own_pass():
-        with Uninterrupted():
-            recorder.note_loss(call)
+def _tell(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    """Call a method of a recorder that may be gone, but not within a pass of our own."""
+    tell = method()
+    if tell is not None and not is_own_pass():
+        with uninterrupted():
+            tell(*arguments)
 
 
-def _arrive(owner: weakref.ref[Recorder], tape: Tape, part: int | None, gradient: Tensor | None) -> None:
-    """A hook on a part of the output. It does nothing within a pass of our own over the same graph."""
-    recorder = owner()
-    if recorder is not None and gradient is not None and not is_own_pass():
-        with Uninterrupted():
-            recorder.arrive(tape, part, gradient)
-
-
-def _needs_own_pass(calls: Calls, reads: bool) -> bool:
-    """Whether statistics may have to come from a pass of our own: a weight was not seen, or code is compiled.
-
-    reads: whether targets are needed too
-    """
-    if calls.opaque and (reads or calls.recorded):
-        return True  # the loss may be inside
-    called = {call.weight for call in calls}
-    if any(weight not in called and weight.name not in calls.empty for weight in calls.recorded):
-        return True
-    return bool(calls.recorded) and _anything_is_compiled()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    call = module._compiled_call_impl
-    in_place = call.compiled if isinstance(call, Guard) else call
-    return hasattr(module, "_orig_mod") or in_place is not None
-
-
-def _anything_is_compiled() -> bool:
-    """Whether torch.compile was ever used in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+def _is_running(module: nn.Module, frame: FrameType | None) -> bool:
+    """Return whether a call of a module is among those that have led to a frame."""
+    code = type(module).forward.__code__
+    while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is module):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _all_zero(parameters: Iterable[Tensor]) -> bool:
@@ -317,7 +291,7 @@ def _all_zero(parameters: Iterable[Tensor]) -> bool:
 
 
 def destination(parameters: Iterable[Tensor]) -> bool | None:
-    """Whether the backward pass that is running adds the gradients of any of these parameters to `.grad`.
+    """Return whether the backward pass that is running adds the gradients of any of these parameters to `.grad`.
 
     False: it returns some of them, as `torch.autograd.grad` does. None: it computes none of them, and is not training,
     such as ∂f/∂x for a gradient penalty.
@@ -342,3 +316,65 @@ def destination(parameters: Iterable[Tensor]) -> bool | None:
         except RuntimeError:  # autograd.grad() was asked for this gradient
             returned = True
     return False if returned else None
+
+
+# The factor on gradients ----------------------------------------------------------------------------------------------
+
+
+class GradientScale:
+    """Clipping and the unscaling of mixed precision multiply all gradients by one number.
+
+    Norms of gradients at the end of a backward pass are compared with those at the step.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[Tensor, Tensor] = {}  # the norms of the gradients of parameters
+        self._task = -1  # the backward pass at whose end they are noted
+
+    def expect(self, parameters: Iterable[Tensor]) -> None:
+        """Within a backward pass: note the norms of the gradients when it ends.
+
+        Processes average their gradients in a callback at the end of the backward pass; a callback that a callback
+        queues comes after it.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            note = partial(self.note, parameters)
+            queue(note if Ranks().size == 1 else partial(queue, note))
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Note the norms of the gradients as they are now."""
+        self._noted = _norms({p: p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse})
+
+    def compare(self, gradients: Mapping[Tensor, Tensor], ranks: Ranks) -> tuple[float, float | None]:
+        """Return the sum of the norms of some gradients, and the factor since the last backward pass.
+
+        That is None if gradients differ in it, and 1 if nothing was noted. Their device is waited for once.
+        """
+        noted = self._noted
+        self._noted = {}
+        pairs = [(norm, noted.get(p, norm.new_zeros(()))) for p, norm in _norms(gradients).items()]
+        device = pairs[0][0].device
+        numbers = torch.stack([norm.to(device) for pair in pairs for norm in pair]).tolist()
+        now, before = numbers[::2], numbers[1::2]
+        ratios = [a / b for a, b in zip(now, before, strict=True) if 0 < a < math.inf and 0 < b < math.inf]
+        lowest = min(ratios, default=math.inf)
+        highest = max(ratios, default=0.0)
+        if ranks.size > 1:
+            sizes, all_lowest, all_highest = ranks.table(3, lambda: [sum(before), lowest, highest]).unbind(dim=1)
+            # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
+            if not (any(map(is_sliced, gradients.values())) or torch.allclose(sizes, sizes[:1], rtol=ALIKE)):
+                return sum(now), 1.0
+            lowest = float(all_lowest.min())
+            highest = float(all_highest.max())
+        tolerance = max(ROUNDING, 4 * max(torch.finfo(norm.dtype).eps for norm, _ in pairs))
+        return sum(now), None if highest > (1 + tolerance) * lowest else highest or 1.0
+
+
+def _norms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Return the norms of gradients as this process has them, whole or slices of them."""
+    values = list(gradients.values())
+    slices = values if values and type(values[0]) is Tensor else [local(g) for g in values]
+    return dict(zip(gradients, torch._foreach_norm(slices), strict=True)) if slices else {}

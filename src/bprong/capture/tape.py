@@ -1,4 +1,4 @@
-"""A training call of a model: what its forward pass recorded, and what backward passes have brought back to it."""
+"""A training call of a model, from its forward pass to the batch it becomes: arguments, output, targets, moments."""
 
 from __future__ import annotations
 
@@ -6,30 +6,255 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from bprong.capture.batches import Batch
-from bprong.capture.calls import Calls
-from bprong.capture.measure import Meter
-from bprong.capture.output import TO_THE_LOSS, Head, Output, as_plain, laid_out, nodes_behind
-from bprong.capture.own_pass import Arguments, copy_of, noted_hooks
-from bprong.capture.request import LayerMoments
-from bprong.likelihood.loss import Loss, LossCall, targets_of
+from bprong.capture.listener import noted_hooks
+from bprong.likelihood.families import nontrivial
+from bprong.likelihood.loss import Loss, LossCall, Targets, targets_of
+from bprong.parallel.slices import is_sliced
+
+if TYPE_CHECKING:
+    from bprong.capture.calls import Calls
+    from bprong.capture.measure import Meter
+    from bprong.capture.request import LayerMoments
+
+Key = str | int | Callable[[Any], Any]
+
+TO_THE_LOSS = 200  # operations, at most, between an output and its loss
+
+# The output that the loss is computed from ----------------------------------------------------------------------------
+
+
+@dataclass
+class Head:
+    """Finds the tensors that the loss is computed from.
+
+    key:        names them in what the model returns: a key or attribute, an index, or a function of it; None: the
+                logits or the first tensor or, if a loss inside of the model does not depend on that, its input
+    functions:  the names of torch's functions that may be this loss
+    inside:     whether they are the input of a loss inside of the model; None: not known yet
+
+    >>> Head().find({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)})[0].shape
+    torch.Size([2, 3])
+    """
+
+    key: Key | None = None
+    functions: frozenset[str] = frozenset()
+    inside: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.key is None or isinstance(self.key, (str, int)) or callable(self.key)):
+            raise TypeError(f"output must be a key, an index or a function of what the model returns, not {self.key!r}")
+
+    def find(self, returned: Any, losses: Sequence[LossCall] = ()) -> list[Tensor]:
+        """Return tensors that differ in their first dimension only.
+
+        losses: the calls of loss functions inside of the model
+        """
+        inside = [] if self.key is not None else self.inputs(losses)
+        if inside and self.inside is None and torch.is_grad_enabled():
+            node = getattr(_chosen(returned, None), "grad_fn", None)
+            self.inside = node is None or not nodes_behind(inside[0].input, lambda one: one is node)
+        if inside and self.inside is not False:
+            return [call.input for call in inside]
+        output = _chosen(returned, self.key)
+        parts = list(output) if isinstance(output, (tuple, list)) and self.key is not None else [output]
+        for part in parts:
+            if not isinstance(part, Tensor) or part.ndim == 0:
+                what = "a number" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                raise TypeError(
+                    f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
+                )
+        return parts
+
+    def inputs(self, losses: Sequence[LossCall]) -> list[LossCall]:
+        """Return the calls that may be those of the loss: with the largest input, and inputs of the same shape."""
+        calls = []
+        for call in losses:
+            is_computed = call.input.requires_grad or not torch.is_grad_enabled()
+            if call.function in self.functions and call.input.ndim > 0 and is_computed:
+                calls.append(call)
+        largest = max(calls, key=lambda call: call.input.numel(), default=None)
+        return [call for call in calls if largest is not None and call.input.shape[1:] == largest.input.shape[1:]]
+
+
+def _chosen(returned: Any, key: Key | None) -> Any:
+    match returned:
+        case object(logits=logits) | {"logits": logits} | [logits, *_] if key is None:
+            return logits
+        case _ if key is None:
+            return returned
+    try:
+        if callable(key):
+            return key(returned)
+        by_name = isinstance(key, str) and not isinstance(returned, Mapping)
+        return getattr(returned, str(key)) if by_name else returned[key]
+    except (LookupError, AttributeError, TypeError) as reason:
+        raise TypeError(f"the model returns nothing under options['output'] = {key!r}. {_advice(returned)}") from reason
+
+
+def _advice(returned: Any) -> str:
+    names = sorted(map(str, returned)) if isinstance(returned, Mapping) else []
+    has = f"The model returns {', '.join(names)}. " if names else ""
+    return f"{has}Name it with options={{'output': …}}: a key, an index, or a function of what the model returns"
+
+
+@dataclass(frozen=True)
+class Output:
+    """The tensors that a loss is computed from.
+
+    parts:      copies of them; they differ in their first dimension only, and the targets of all of them are drawn
+    edges:      where they are in the autograd graph; empty: in none. Later operations may change them in place
+    class_dim:  see `laid_out`
+    """
+
+    parts: tuple[Tensor, ...]
+    edges: tuple[GradientEdge, ...]
+    class_dim: int | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor], class_dim: int | None = None) -> Output:
+        edges = tuple(get_gradient_edge(part) for part in parts if part.requires_grad)
+        return cls(tuple(as_plain(part.detach().clone()) for part in parts), edges, class_dim)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """All of them, laid out, in at least float32."""
+        values = laid_out(self.parts, self.class_dim)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+    def gradients(self, root: Tensor, wanted: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
+        """Propagate a gradient at the values back; None: it does not reach there. The graph remains usable."""
+        dim = -1 if self.class_dim is None else self.class_dim
+        gradients = (root,) if len(self.parts) == 1 else torch.split(root, [len(part) for part in self.parts])
+        roots = []
+        for gradient, part in zip(gradients, self.parts, strict=True):
+            roots.append(gradient.reshape(part.movedim(dim, -1).shape).movedim(-1, dim).to(part.dtype))
+        return torch.autograd.grad(self.edges, wanted, roots, retain_graph=True, allow_unused=True)
+
+
+def laid_out(parts: Sequence[Tensor], class_dim: int | None) -> Tensor:
+    """Return outputs as one, with classes in this dimension as (B, positions, classes); None: as they are."""
+    output = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return output if class_dim is None else output.movedim(class_dim, -1).flatten(1, -2)
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without what a user's subclass adds to its operations; nested and sharded tensors unchanged."""
+    if type(tensor) is Tensor or tensor.is_nested or is_sliced(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def nodes_behind(value: Tensor, wanted: Callable[[Any], bool]) -> list[Any]:
+    """Return the wanted operations that a value was computed by, among those close to it."""
+    nodes: list[Any] = [] if value.grad_fn is None else [value.grad_fn]  # torch's stubs lack some of their attributes
+    matches = []
+    for node in nodes:  # which grows meanwhile
+        if wanted(node):
+            matches.append(node)
+        elif len(nodes) < TO_THE_LOSS:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return matches
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor is, how often it was written to, and its layout; its shape only if not contiguous."""
+    layout = (tensor.numel(),) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+    plain = as_plain(tensor.detach())
+    # While there is a weak reference to a storage, no other one has its number.
+    storage = StorageWeakRef(plain.untyped_storage())  # type: ignore[no-untyped-call]
+    return (storage, plain.storage_offset(), tensor._version, *layout)
+
+
+# What the model was called with ---------------------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    """What a model was called with; autocast: the precision of autocast at that time, if it was on."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None = None
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of an input without its history; of other things than tensors, the thing itself."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+# The call -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that the model was trained on, or that was observed.
+
+    x          what the model is called with; None: not kept
+    output     what it returned, with classes in the last dimension; None: unknown
+    class_dim  where the model has the classes, if they were moved (`laid_out`)
+    targets    what the loss is of the output; None: unknown
+    reached    which targets a gradient came back to, where their loss was not seen
+    measured   the moments of its layers, if they were measured in the user's own pass
+    """
+
+    x: Any = None
+    output: Tensor | None = None
+    class_dim: int | None = None
+    targets: Targets | None = None
+    reached: Tensor | None = None
+    measured: Mapping[str, LayerMoments] | None = None
+
+    @property
+    def y(self) -> Tensor | None:
+        """The targets of the data, if they are known."""
+        return None if self.targets is None else self.targets.y
+
+    @property
+    def counted(self) -> Tensor | None:
+        """Which targets the loss counts, without the output's last dimension; None: all, as far as is known."""
+        return nontrivial(self.reached) if self.targets is None else self.targets.counted
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss counts any of its targets, as far as is known."""
+        mask = self.reached if self.targets is None else self.targets.mask
+        return mask is None or bool(mask.any())
+
+    def with_targets(
+        self,
+        loss: Loss,
+        parts: Sequence[Tensor],
+        losses: Sequence[LossCall],
+        gradients: Callable[[], Sequence[Tensor] | None],
+    ) -> Batch:
+        """Return it with its output and targets; gradients: gives those at the parts of the output, if known."""
+        likelihood = loss.likelihood
+        class_dim = loss.class_dim(parts[0], losses[0].input if losses else None)
+        output = laid_out(parts, class_dim)
+
+        def gradient() -> Tensor | None:
+            values = gradients()
+            return None if values is None else laid_out(values, class_dim)
+
+        targets = targets_of(likelihood, losses, output, gradient) if losses else None
+        values = gradient() if targets is None else None
+        reached = None if values is None else likelihood.reached(values)
+        return replace(self, output=output, class_dim=class_dim, targets=targets, reached=reached)
 
 
 @dataclass(eq=False)
 class Tape:
     """A training call of the model.
 
-    arguments:  what the model was called with, until it is known that this is not needed
-    originals:  the same as the model itself has it, while it runs; versions: how often each of their tensors had been
-                written to
+    arguments:  copies of what the model was called with, if they may be needed
     recording:  closed when the call ends
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
     output:     None: there is none yet, or a step has used it
@@ -46,8 +271,6 @@ class Tape:
     """
 
     arguments: Arguments | None = None
-    originals: Arguments | None = None
-    versions: list[int] = field(default_factory=list)
     recording: ExitStack = field(default_factory=ExitStack)
     calls: Calls | None = None
     output: Output | None = None
@@ -61,36 +284,45 @@ class Tape:
     task: int = -1
     accumulated: bool = False
 
-    def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool) -> None:
-        """Keeps what the model was called with, for a pass of our own; copies: of its tensors."""
-        # Containers are copied, so that the user cannot change them.
+    def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the model was called with, for a pass of our own: copies, which nobody changes meanwhile."""
         device = next((p.device.type for p in model.parameters()), "cpu")
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
-        self.originals = Arguments(args, kwargs, autocast)
-        self.versions = _versions(self.originals)
-        self.arguments = tree_map_only(Tensor, copy_of, self.originals) if copies else self.originals
+        args, kwargs = tree_map(copy_of, (args, kwargs))
+        self.arguments = Arguments(args, kwargs, autocast)
         self.recording.enter_context(noted_hooks(model))
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether what the model was called with was written to, where there is no copy of it."""
-        return self.originals is not None and self.versions != _versions(self.originals)
+    def expect(self, parts: Sequence[Tensor], returned: Any, head: Head) -> Sequence[Any]:
+        """Note the output of the call; return where backward passes will arrive: there, or at what it is made of."""
+        tensors, structure = tree_flatten(returned)
+        sources = tensors if callable(head.key) else []
+        self._take_losses(parts, sources)
+        self.output = Output.of(parts)
+        if not any(part.numel() for part in parts):
+            self.calls = None
+        if len(parts) == 1:
+            self.place = place_of(parts[0])
+        if sources and not all(any(part is leaf for leaf in sources) for part in parts):
+            self.structure = structure
+            return tensors
+        if len(parts) == 1:
+            self.number = parts[0].output_nr
+            self.output = replace(self.output, edges=())
+        return parts
 
-    def take_losses(self, parts: Sequence[Tensor], sources: Sequence[Any]) -> None:
-        """Of the calls of loss functions inside of the model, keeps those of its output, or of what that is made of."""
+    def _take_losses(self, parts: Sequence[Tensor], sources: Sequence[Any]) -> None:
+        """Of the calls of loss functions inside of the model, keep those of its output, or of what that is made of."""
         nodes = {part.grad_fn for part in parts}
         losses = []
         for call in self.losses:
-            is_source = any(call.input is leaf for leaf in sources)
-            if is_source or nodes_behind(call.input, nodes.__contains__, TO_THE_LOSS):
+            if any(call.input is leaf for leaf in sources) or nodes_behind(call.input, nodes.__contains__):
                 call.is_whole = len(parts) == 1 and place_of(call.input) == place_of(parts[0])
                 call.input = call.input.detach()
                 losses.append(call)
         self.losses = losses
 
     def count_losses(self, task: int, afresh: bool) -> None:
-        """Counts the gradients that a backward pass brought to the losses; afresh: only these."""
+        """Count the gradients that a backward pass brought to the losses; afresh: only these."""
         for call in self.losses:
             number, gradient = call.arrived
             if afresh and not (number == task and gradient is None):  # not counted yet, for another call of the model
@@ -98,35 +330,34 @@ class Tape:
             call.count(task)
 
     def batch(self, loss: Loss, head: Head) -> Batch:
-        """The batch that the model was called with, with its output and targets."""
+        """Return the batch that the model was called with, with its output and targets."""
         batch = Batch(self.arguments, measured=self.measured)
         if self.output is None:
             return batch
         arrived = [call for call in self.losses if call.gradient is not None]
         declared = [call for call in arrived if call.is_declared]
         losses = declared or [call for call in arrived if call.function in head.functions]
-        return with_targets(batch, loss, self.output.parts, losses, lambda: self._gradients(head))
+        return batch.with_targets(loss, self.output.parts, losses, lambda: self._gradients(head))
 
     def _gradients(self, head: Head) -> Sequence[Tensor] | None:
-        """At the parts of the output, as if the losses of all backward passes had been summed; None: not yet known."""
+        """Return those at the output, as if the losses of all backward passes had been summed; None: not yet known."""
         parts = () if self.output is None else self.output.parts
         arrivals = len(parts) if self.structure is None else self.structure.num_leaves
-        if not parts or len(self.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
+        if len(self.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
             return None
         gradients = [self.gradients[i] for i in sorted(self.gradients)]
-        if self.structure is not None:  # what rearranges tensors rearranges their gradients
-            gradients = head.find(tree_unflatten(gradients, self.structure))
-        return gradients
+        # What rearranges tensors rearranges their gradients.
+        return gradients if self.structure is None else head.find(tree_unflatten(gradients, self.structure))
 
-    def measure(self, meter: Meter | None, index: int, loss: Loss, head: Head) -> None:
-        """Measures the recorded calls on the user's graph, as if the user's backward pass had not begun.
+    def measure(self, meter: Meter, index: int, loss: Loss, head: Head) -> None:
+        """Measure the recorded calls on the user's graph, as if the user's backward pass had not begun.
 
         index: of the batch, since the last step
         """
         calls, output = self.calls, self.output
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
             self.calls = None
-        if calls is None or output is None or meter is None or not calls.recorded or calls.opaque:
+        if calls is None or output is None or not calls.recorded or calls.opaque:
             return
         if self.number is not None:
             output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), self.number),))
@@ -136,52 +367,15 @@ class Tape:
         try:
             self.measured = meter.measure(index, output, calls, self.batch(loss, head))
         except RuntimeError as reason:
-            if "compiled" not in str(reason) or self.arguments is None:  # compiled functions run backward only once
+            if "compiled" not in str(reason):  # compiled functions run backward only once
                 raise
         finally:
             for tensor, before in retained:
                 tensor.grad = before
 
     def release(self) -> None:
-        """A step has used it. The user may still hold on to the output, and its hook to this."""
+        """Forget all, since a step has used it. The user may still hold on to the output, and its hook to this."""
         self.calls = None
         self.output = None
         self.losses = []
         self.measured = None
-
-
-def with_targets(
-    batch: Batch,
-    loss: Loss,
-    parts: Sequence[Tensor],
-    losses: Sequence[LossCall],
-    gradients: Callable[[], Sequence[Tensor] | None],
-) -> Batch:
-    """A batch with its output and targets; gradients: gives those at the parts of the output, if they are known."""
-    likelihood = loss.likelihood
-    class_dim = loss.class_dim(parts[0], losses[0].input if losses else None)
-    output = laid_out(parts, class_dim)
-
-    def gradient() -> Tensor | None:
-        values = gradients()
-        return None if values is None else laid_out(values, class_dim)
-
-    targets = targets_of(likelihood, losses, output, gradient) if losses else None
-    reached = None
-    if targets is None and (values := gradient()) is not None:
-        reached = likelihood.reached(values)
-    return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
-
-
-def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor is, how often it was written to, and its layout, which the shape does not change if contiguous."""
-    layout = (tensor.numel(),) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-    plain = as_plain(tensor.detach())
-    # While there is a weak reference to a storage, no other one has its number.
-    storage = StorageWeakRef(plain.untyped_storage())  # type: ignore[no-untyped-call]
-    return (storage, plain.storage_offset(), tensor._version, *layout)
-
-
-def _versions(batch: Any) -> list[int]:
-    """How often each tensor of a batch has been written to."""
-    return [t._version for t in tree_leaves(batch) if isinstance(t, Tensor) and not t.is_inference()]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bprong.capture.convolution import geometry_of
+from bprong.capture.listener import without_autocast
 from bprong.capture.weights import weight_matrices_of
-from bprong.contexts import without_autocast
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.linalg.moments import MAX_DIM, Blocks, Limits, float64_copy, to_float64
 from bprong.network.coordinates import (

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bprong.capture.listener import uninterrupted
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
 from bprong.checks import number, one_of, pair, unwrapped
-from bprong.contexts import Uninterrupted
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.families import mixed, nontrivial
@@ -132,7 +132,7 @@ class Rewhitening:
 
         An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
         """
-        with Uninterrupted():
+        with uninterrupted():
             if self._mu and self._ranks.size > 1:
                 raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
             refreshed = self._rewhiten(*(self._samples or (x, y))) if self._schedule.wanted else []

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from bprong.capture.measure import Meter
-from bprong.capture.output import Head
 from bprong.capture.recorder import Recorder
+from bprong.capture.tape import Head
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of, unwrapped
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from bprong.capture.output import Head, Key
 from bprong.capture.request import Fisher
+from bprong.capture.tape import Head, Key
 from bprong.checks import integer, number, one_of, positive
 from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bprong.capture.batches import Batch
+from bprong.capture.tape import Batch
 from bprong.likelihood.families import mixed
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import to_float64

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bprong.capture.batches import Batch
 from bprong.capture.coverage import fallback_reasons
-from bprong.capture.measure import Meter
+from bprong.capture.listener import uninterrupted, without_autocast
+from bprong.capture.measure import Meter, timed
 from bprong.capture.recorder import Recorder
+from bprong.capture.tape import Batch
 from bprong.checks import unwrapped
-from bprong.contexts import Uninterrupted, timed, without_autocast
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
 from bprong.optim.checkpoint import KEY
@@ -73,7 +73,7 @@ class SteppingOptimizer(Optimizer):
         checkpoints ask for, and do not count as a step.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with Uninterrupted():
+        with uninterrupted():
             self._step()
         return loss
 
@@ -91,7 +91,7 @@ class SteppingOptimizer(Optimizer):
         if self._observes:
             self._recorder.forget()
         else:
-            self._recorder.reader.observed.clear()  # given although nothing was due
+            self._recorder.observed.clear()  # given although nothing was due
         whitening.due = whitening.schedule.t == whitening.next_due
         self._listen()
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bprong.capture.measure import has_gradient
+from bprong.capture.measure import has_gradient, timed
 from bprong.capture.request import LayerMoments, Request
-from bprong.contexts import timed
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.factors import Damping, Factor

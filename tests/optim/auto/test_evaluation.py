@@ -13,9 +13,9 @@ from torch import nn
 
 from automatic import auto
 from bprong import WhiteningWarning
-from bprong.capture.batches import Batch, Subset
-from bprong.capture.output import Head
+from bprong.capture.own_pass import Subset
 from bprong.capture.recorder import Recorder
+from bprong.capture.tape import Batch, Head
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from bprong.optim.auto import evaluation

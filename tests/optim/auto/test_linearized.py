@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bprong
 from bprong.audit import fisher_factors, fisher_matrices
-from bprong.capture.batches import Batch, Subset, copied
-from bprong.capture.own_pass import Arguments, recorded_run
+from bprong.capture.own_pass import Subset, rows_of, run_alone
+from bprong.capture.tape import Arguments, Batch
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.families import Likelihood
 from bprong.optim.auto.evaluation import LossModel, curvature, linearized, rerun
@@ -33,7 +33,8 @@ def directions_of(model, k=2):
 def by_jacobian(model, x, direction, seed):
     """J d by reverse mode, one row of J at a time."""
     parameters = list(direction)
-    with recorded_run(model, [], x, seed, errors=True) as ((output,), _):
+    with run_alone(model, x, seed, errors=True) as run:
+        (output,) = run.parts
         rows = [torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True) for f in output.flatten()]
     moved = [
         sum((g * direction[p]).sum() for p, g in zip(parameters, row, strict=True) if g is not None) for row in rows
@@ -298,7 +299,7 @@ def test_batches_of_several_structures_and_subsets_of_them():
     expected = by_jacobian(model.layer, 2 * x, directions[0], 0)
     for batch in ((x, scale), {"x": x, "scale": scale}, Arguments((x,), {"scale": scale})):
         assert_close(linearized(partial(rerun, model, batch, 0), directions).along[0], expected, 1e-12)
-    part = copied((x, scale), Subset(3, 6), torch.float64)
+    part = rows_of((x, scale), Subset(3, 6), torch.float64)
     assert_close(linearized(partial(rerun, model, part, 0), directions).along[0], expected[::2], 1e-12)
 
 

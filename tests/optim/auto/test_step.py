@@ -13,7 +13,7 @@ from torch import nn
 import bprong
 from automatic import bound
 from bprong.audit import fisher_factors, fisher_matrices
-from bprong.contexts import own_pass
+from bprong.capture.listener import own_pass
 from bprong.linalg.quadratic import minimiser
 from bprong.optim.auto.rule import SETTINGS
 from helpers import assert_close, classification, mlp, quick_cases, snapshot

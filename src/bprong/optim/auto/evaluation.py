@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bprong.capture.batches import Batch, Subset, copied, examples
-from bprong.capture.output import Head, laid_out
-from bprong.capture.own_pass import random_numbers, recorded_run
-from bprong.contexts import own_pass, without_autocast
+from bprong.capture.listener import own_pass, without_autocast
+from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, run_alone
+from bprong.capture.tape import Batch, Head, laid_out
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
 from bprong.linalg.quadratic import Array
@@ -183,7 +182,7 @@ class LossModel:
         return _Part(np.append(weighted, [targets is None, number, subset.count]), loss_now)
 
     def _run_of(self, batch: Batch, subset: Subset, seed: int) -> Run:
-        x = copied(batch.x, subset, next(self._model.parameters()).dtype)
+        x = rows_of(batch.x, subset, next(self._model.parameters()).dtype)
         return partial(rerun, self._model, x, seed, batch.class_dim, self._head)
 
 
@@ -219,7 +218,7 @@ def evaluated_subsets(
     for batch, length in zip(batches, lengths, strict=True):
         count = min(enough, length)
         if count > 1 or count == length > 0 or len(batches) == 1:
-            subsets.append((batch, batch.subset(count)))
+            subsets.append((batch, Subset.of(batch, count)))
         enough -= length
     return subsets
 
@@ -252,9 +251,9 @@ def rerun(model: nn.Module, x: Any, seed: int, class_dim: int | None = None, hea
     """
     device = next(model.parameters()).device.type
     # Fused kernels of attention have no forward-mode AD.
-    run = recorded_run(model, [], x, seed, errors=False, head=head)
-    with sdpa_kernel(SDPBackend.MATH), without_autocast(device), run as (parts, _):
-        return laid_out(parts, class_dim)
+    alone = run_alone(model, x, seed, errors=False, head=head)
+    with sdpa_kernel(SDPBackend.MATH), without_autocast(device), alone as run:
+        return laid_out(run.parts, class_dim)
 
 
 class Linearized(NamedTuple):

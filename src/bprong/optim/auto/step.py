@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bprong.capture.batches import Batch
+from bprong.capture.tape import Batch
 from bprong.errors import warn
 from bprong.likelihood.families import mixed
 from bprong.linalg.factors import Damping
