@@ -217,7 +217,9 @@ def test_targets_of_squared_errors_are_kept_without_their_graph():
     (batch,) = batches.seen()
     assert not batch.targets.y.requires_grad
     assert torch.equal(batch.targets.y, target)
-    assert batch.targets.terms[0].ratio == 1
+    assert batch.targets.terms[0].multiple == pytest.approx(
+        2 / 3
+    )  # of the mean −log p: half of a squared error, times three
 
 
 def test_observed_batches_are_measured_instead_of_calls():
@@ -229,7 +231,7 @@ def test_observed_batches_are_measured_instead_of_calls():
     assert batch.x is x
     assert batch.targets.y is IGNORED
     assert batch.counted.tolist() == (IGNORED >= 0).tolist()
-    assert batch.targets.terms[0].ratio == 1
+    assert batch.targets.terms[0].multiple == 1
 
 
 def test_observed_batches_have_the_outputs_and_factors_of_as_many_calls():

@@ -195,7 +195,7 @@ def test_a_loss_of_an_unrelated_model_between_forward_and_step_is_not_taken():
     (batch,) = optimizer._recorder.seen()
     (term,) = batch.targets.terms
     assert torch.equal(term.y, y)
-    assert term.ratio == 3
+    assert term.multiple == 3
     assert batch.targets.total == pytest.approx(loss.item())
 
 

@@ -478,7 +478,7 @@ def test_the_declared_module_wins_over_other_calls_of_its_function():
     (batch,) = optimizer._recorder.seen()
     (term,) = batch.targets.terms
     assert torch.equal(term.y, LABELS)
-    assert term.ratio == 1
+    assert term.multiple == 1
 
 
 # Further terms --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def declared_loss(given: Declaration | None) -> Loss:
     """The loss that was declared; None: a likelihood that only knows which targets count.
 
     >>> import torch
-    >>> declared_loss("mse").multiple(torch.zeros(8, 5))
+    >>> float(declared_loss("mse").multiple(torch.zeros(8, 5), torch.ones(())))
     0.4
     """
     if given is None:

@@ -1,10 +1,9 @@
 """The user's loss: as it is declared, and as the calls of its loss functions show it.
 
-    the user's loss  =  Σ over calls of r · loss(f, y)  +  further terms
-    loss(f, y)       =  κ Σ_t w_t (−log p(y_t | f_t))
+    the user's loss  =  Σ over calls of κ · mean of −log p(y_t | f_t) over targets t  +  further terms
 
-f is the output and r the gradient that the user's backward pass brings to the value of a call. A declaration is a torch
-loss, its name, one of the paper's words, or a `Likelihood`.
+f is the output; targets may have weights. κ, the multiple, follows from the reduction of the call and from the gradient
+that the user's backward pass brings to its value. `declared.py` has what may be declared.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -95,18 +94,37 @@ class Loss:
             return None
         return 1 if is_second else -1
 
-    def value(self, output: Tensor, y: Tensor) -> Tensor:
-        """The loss as the user computes it, of the targets that count; classes are in the output's last dimension."""
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
+        """The mean −log p of a target, weighted as in the loss; classes are in the last dimension."""
         if self.kind is None:
             return self.likelihood.total_nll(output, y) / self.likelihood.targets(output)
         options = {name: o.to(output) if isinstance(o, Tensor) else o for name, o in self.options.items()}
-        options["reduction"] = "sum" if self.sums else "mean"  # with reduction="none" the user reduces the values
-        if y.is_floating_point() or not self.likelihood.has_classes:
-            y = y.to(output)
-        if self.likelihood.has_classes:
-            y = y.flatten(end_dim=output.ndim - 2)
-            output = output.flatten(end_dim=-2)
-        return self.kind.function(output, y, **options)
+        options["reduction"] = "mean"
+        if not self.likelihood.has_classes:
+            return self.kind.function(output, y.to(output), **options) / self._of_a_mean(y)
+        y = y.flatten(end_dim=output.ndim - 2)
+        return self.kind.function(output.flatten(end_dim=-2), y.to(output) if y.is_floating_point() else y, **options)
+
+    def multiple(self, y: Tensor, gradient: Tensor) -> Tensor:
+        """What the user's loss is as a multiple of this mean; y: with classes in the last dimension.
+
+        gradient: of the user's loss at the value of this loss, or at its values if it has no reduction
+        """
+        if self.kind is not None and not self.likelihood.has_classes:
+            return (gradient * y.numel() if self.sums else gradient.sum()) * self._of_a_mean(y)
+        if not (self.sums or gradient.ndim):  # without its call a loss that has no reduction is taken for a mean
+            return gradient
+        weights = cast(Tensor, self.likelihood.not_ignored(y))
+        of_classes = self.options.get("weight")
+        if of_classes is not None and not y.is_floating_point():
+            weights = of_classes.to(y.device)[y.where(weights, 0)] * weights
+        return (gradient.reshape(weights.shape if gradient.ndim else ()) * weights).sum()
+
+    def _of_a_mean(self, y: Tensor) -> float | Tensor:
+        """What a mean over elements is as a multiple of the mean −log p of a target."""
+        weight = self.options.get("weight")
+        size = cast(Kind, self.kind).nats * self.likelihood.targets(y) / y.numel()
+        return size if weight is None else size * weight.mean()
 
     def of_rows(self, select: Callable[[Tensor], Tensor], y: Tensor) -> Loss:
         """The loss of some of the rows of its targets y, if each of their elements has a weight of its own."""
@@ -115,29 +133,13 @@ class Loss:
             return self
         return replace(self, given=self.options | {"weight": select(weight)})
 
-    def multiple(self, y: Tensor) -> float:
-        """What the loss is as a multiple of the mean −log p of a target; y: with classes in the last dimension."""
-        if self.kind is None or self.likelihood.has_classes:
-            return float(self.weights(y).sum()) if self.sums else 1.0
-        weight = self.options.get("weight")
-        size = self.kind.nats if weight is None else self.kind.nats * float(weight.mean())
-        return size * self.likelihood.targets(y) / (1 if self.sums else y.numel())
-
-    def weights(self, y: Tensor) -> Tensor:
-        """The weights of targets over classes, which a mean divides by the sum of."""
-        counted = cast(Tensor, self.likelihood.not_ignored(y))
-        weight = self.options.get("weight")
-        if weight is None or y.is_floating_point():
-            return counted
-        return cast(Tensor, weight.to(y.device)[y.where(counted, 0)] * counted)
-
 
 class Term(NamedTuple):
-    """ratio · loss(f, y)"""
+    """multiple · loss.mean(f, y)"""
 
     loss: Loss
     y: Tensor
-    ratio: float = 1.0
+    multiple: float
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Targets:
     @classmethod
     def observed(cls, loss: Loss, y: Tensor) -> Targets:
         """Of targets that the user gives, for the loss that was declared."""
-        return cls((Term(loss, y),), loss.likelihood.not_ignored(y))
+        return cls((Term(loss, y, float(loss.multiple(y, torch.ones(())))),), loss.likelihood.not_ignored(y))
 
     @property
     def y(self) -> Tensor:
@@ -178,26 +180,22 @@ class Targets:
             (g,) = torch.autograd.grad(self._mean(leaf), leaf)
         return [float((to_float64(g) * d).sum()) for d in along]
 
-    @cached_property
+    @property
     def multiple(self) -> float:
-        """The user's loss as a multiple of the mean −log p of a target; it depends on the number of targets alone."""
-        multiple = 0.0
-        for loss, y, ratio in self.terms:
-            # A mean does not depend on the number of targets.
-            multiple += ratio * loss.multiple(self._part(y) if loss.sums else y)
-        return multiple
+        """The user's loss as a multiple of the mean −log p of a target."""
+        return sum(term.multiple for term in self.terms)
 
     def select(self, rows: Callable[[Tensor], Tensor]) -> Targets:
         """The targets of some of the examples; rows: selects their rows of a tensor."""
-        terms = [Term(loss.of_rows(rows, y), rows(y), ratio) for loss, y, ratio in self.terms]
+        terms = [Term(loss.of_rows(rows, y), rows(y), multiple) for loss, y, multiple in self.terms]
         return Targets(tuple(terms), None if self.mask is None else rows(self.mask))
 
     def _mean(self, output: Tensor) -> Tensor:
         f = to_float64(output) if self.terms[0].loss.likelihood.takes_float64 else output
         f = self._part(f)
         value = f.new_zeros(())
-        for loss, y, ratio in self.terms if self.counted is None else self.select(self._part).terms:
-            value = value + ratio * loss.value(f, y)
+        for loss, y, multiple in self.terms if self.counted is None else self.select(self._part).terms:
+            value = value + multiple * loss.mean(f, y)
         return value / self.multiple
 
     def _part(self, tensor: Tensor) -> Tensor:
@@ -272,25 +270,20 @@ def targets_of(
             whole[call] = y
     calls = list(whole) or calls
     losses = [loss_of_call(likelihood, call, output) for call in calls]
-    ratios, total = _read(calls, losses)
+    targets = list(whole.values()) or [classes_last(likelihood, call.target) for call in calls]
+    multiples, total = _read(calls, losses, targets)
     if whole:
-        terms = tuple(map(Term, losses, whole.values(), ratios))
-        mask = _mask(terms[0], calls[0], output)
-        for term, call in zip(terms[1:], calls[1:], strict=True):
-            other = _mask(term, call, output)
-            mask = None if mask is None or other is None else mask | other
-        targets = Targets(terms, mask, total)
+        terms = tuple(map(Term, losses, targets, multiples))
+        mask = reduce(_union, [_mask(term, call, output) for term, call in zip(terms, calls, strict=True)])
     else:
         inputs = [classes_last(likelihood, call.input) for call in calls]
-        given = [classes_last(likelihood, call.target) for call in calls]
         values = gradient()
-        rows = None if values is None else rows_of_parts(likelihood, inputs, given, output, values)
+        rows = None if values is None else rows_of_parts(likelihood, inputs, targets, output, values)
         if rows is None:
             return None
         y, mask = rows
-        ratio = sum(ratios) / (len(calls) if losses[0].sums else 1)
-        targets = Targets((Term(losses[0], y, ratio),), mask, total)
-    return None if targets.multiple < 0 else targets  # an ascent is no loss
+        terms = (Term(losses[0], y, sum(multiples)),)
+    return None if sum(multiples) < 0 else Targets(terms, mask, total)  # an ascent is no loss
 
 
 def classes_last(likelihood: Likelihood, given: Tensor) -> Tensor:
@@ -318,15 +311,18 @@ def _mask(term: Term, call: LossCall, output: Tensor) -> Tensor | None:
     return reached if mask is None else mask & reached
 
 
-def _read(calls: Sequence[LossCall], losses: Sequence[Loss]) -> tuple[list[float], float]:
-    """r of each call as a factor on the loss, and the user's loss as far as it consists of them."""
-    ratios = []
+def _union(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Which targets either of two masks counts; None counts all."""
+    return None if first is None or second is None else first | second
+
+
+def _read(calls: Sequence[LossCall], losses: Sequence[Loss], targets: Sequence[Tensor]) -> tuple[list[float], float]:
+    """What the user's loss is as a multiple of the mean −log p of each call, and its value as far as they make it."""
+    multiples = []
     values = []
-    for call, loss in zip(calls, losses, strict=True):
+    for call, loss, y in zip(calls, losses, targets, strict=True):
         gradient = cast(Tensor, call.gradient)
+        multiples.append(loss.multiple(y, gradient))
         values.append((gradient * call.value).sum())
-        if gradient.ndim and loss.likelihood.has_classes and not call.target.is_floating_point():
-            gradient = gradient * loss.weights(call.target)  # a mean divides by the sum of these
-        ratios.append(gradient.sum())
-    numbers = torch.stack(ratios + values).tolist()
+    numbers = torch.stack(multiples + values).tolist()
     return numbers[: len(calls)], sum(numbers[len(calls) :])
