@@ -8,8 +8,11 @@ from cases import Case, data, made, parameters, train
 from torch import nn
 
 import bprong
-from bprong.parallel.moments import _common_mean
-from bprong.parallel.processes import Ranks, assigned
+from bprong.capture.weights import weight_matrices_of
+from bprong.parallel.processes import Ranks
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
+from bprong.whitening.ranks import _common_mean, share_layers
 from helpers import assert_close
 
 SLOW = (
@@ -160,12 +163,23 @@ def test_processes_that_appear_after_the_first_step_are_an_error(monkeypatch):
         optimizer.step()
 
 
-def test_the_costliest_items_are_assigned_first():
-    costs = {"a": 3.0, "b": 8.0, "c": 5.0, "d": 4.0}
-    owners = assigned(costs, 2)
-    loads = [sum(costs[key] for key, owner in owners.items() if owner == rank) for rank in range(2)]
-    assert sorted(loads) == [9.0, 11.0]
-    assert set(assigned(costs, 1).values()) == {0}
+def test_the_costliest_layers_are_assigned_first(monkeypatch):
+    """Which cost 3, 8, 5 and 4, roughly; each to the rank that has the least to do."""
+    monkeypatch.setattr(Ranks, "size", 2)
+    widths = {"a": 144, "b": 200, "c": 171, "d": 159}  # the costs are their cubes
+    layers = Layers(layer for name, width in widths.items() for layer in layers_of(name, nn.Linear(width, 1)))
+    ranks = Ranks()
+    share_layers(layers, ranks)
+    assert ranks.owners == {"b": 0, "c": 1, "d": 1, "a": 0}
+    shared = nn.Linear(171, 1)
+    shared.weight = layers["c"].weight
+    layers |= Layers(layers_of("e", shared))
+    share_layers(layers, ranks)
+    assert ranks.owners["e"] == ranks.owners["c"], "layers that share a parameter have one owner"
+
+
+def layers_of(name, module):
+    return [Layer(weight) for weight in weight_matrices_of(name, module)]
 
 
 def test_the_common_mean_of_a_constant_feature_is_exactly_the_constant():

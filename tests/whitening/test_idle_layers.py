@@ -66,7 +66,7 @@ def test_a_layer_is_measured_at_the_first_step_that_uses_it(rule, t):
     used = whitening.layers["used"]
     assert layer.forward.factor is None
     others = refreshed_at(used)
-    due = bool(whitening.schedule.wanted)
+    due = whitening.due
     model.awake = True
     with torch.no_grad():
         z = model.used(data[t][0]).tanh()

@@ -18,7 +18,7 @@ from bprong.linalg.roots import Root
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Schedule, Settings
+from bprong.whitening.schedule import Periods, Schedule, Settings
 from helpers import (
     Idle,
     assert_close,
@@ -41,8 +41,8 @@ NOW = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
 def made(backward=(1, 0), **others):
     """Two layers of one shape, and a schedule by which their forward sides are due at every step."""
     layers = Layers(Layer(weight_matrices_of(str(i), nn.Linear(4, 3).double())[0]) for i in range(2))
-    settings = Settings({"forward": (1, 0), "backward": backward}, **others)
-    return layers, Schedule(settings, layers)
+    periods = Periods(1, 0, *backward, **others)
+    return layers, Schedule(Settings(periods), layers)
 
 
 def measured(layers, seed=0, scale=1.0):
@@ -58,6 +58,7 @@ def damping(layer, side):
 def test_every_side_that_was_measured_is_taken_with_its_damping():
     layers, schedule = made()
     schedule.t = 5
+    schedule.plan()
     taken = []
     updated = update(layers, measured(layers), 0.0)
     refresh(layers, updated, schedule, damping, lambda *arguments: taken.append(arguments))

@@ -37,13 +37,12 @@ def layer_of(inputs, outputs, rows=100.0, backward=True):
     return layer
 
 
-def settings(forward=(4, 0), backward=(6, None), **others):
-    usual = {"fisher": "sampled", "average": 0.0, "record_every": None, "seed": 3}
-    return Settings.checked(forward=forward, backward=backward, **(usual | others))
+def settings(forward=(4, 0), backward=(6, None), record_every=None, refresh="periodic", **others):
+    return Settings(Periods(*forward, *backward, record_every, refresh), **({"seed": 3} | others))
 
 
-def schedule(backward=True, **others):
-    return Schedule(settings(**others), Layers([layer_of(3, 2, backward=backward)]))
+def schedule(two_sided=True, **others):
+    return Schedule(settings(**others), Layers([layer_of(3, 2, backward=two_sided)]))
 
 
 def at(clock, steps, read):
@@ -51,8 +50,14 @@ def at(clock, steps, read):
     found = []
     for t in range(steps):
         clock.t = t
+        clock.plan()
         found.append(read(clock))
     return found
+
+
+def measured(clock):
+    """The sides that are measured at this step, each with the names of its layers."""
+    return {side: names for side, names in clock.measured.items() if names and clock.is_due}
 
 
 # Periods --------------------------------------------------------------------------------------------------------------
@@ -60,18 +65,29 @@ def at(clock, steps, read):
 
 def test_a_side_is_due_at_its_offset_in_each_period():
     """mod(t, τ) = c, with half a period as the default offset."""
-    due = at(schedule(), 10, lambda clock: clock.due)
+    due = at(schedule(), 10, lambda clock: clock.refreshed)
     assert [t for t, sides in enumerate(due) if "forward" in sides] == [0, 4, 8]
     assert [t for t, sides in enumerate(due) if "backward" in sides] == [3, 9]
-    assert not any("backward" in sides for sides in at(schedule(backward=False), 10, lambda clock: clock.due))
+    assert not any("backward" in sides for sides in at(schedule(two_sided=False), 10, lambda clock: clock.refreshed))
+
+
+def test_the_next_step_that_measures_something_is_known_before():
+    clock = schedule()
+    for t, expected in ((0, 0), (1, 3), (4, 4), (5, 8), (9, 9)):
+        clock.t = t
+        clock.plan()
+        assert clock.next == expected
+        assert clock.is_due == (t == expected)
+        assert clock.is_due or clock.refreshed == []
 
 
 def test_recording_measures_all_sides_and_refreshes_none():
     clock = schedule(average=0.5, record_every=5)
-    assert at(clock, 11, lambda clock: bool(clock.wanted)) == [t in (0, 3, 4, 5, 8, 9, 10) for t in range(11)]
+    assert at(clock, 11, lambda clock: clock.is_due) == [t in (0, 3, 4, 5, 8, 9, 10) for t in range(11)]
     clock.t = 5
-    assert clock.wanted == ["forward", "backward"]
-    assert clock.due == []
+    clock.plan()
+    assert measured(clock) == {"forward": {""}, "backward": {""}}
+    assert clock.refreshed == []
 
 
 def test_the_state_restores_the_clock():
@@ -93,7 +109,7 @@ def test_every_step_has_a_seed_of_its_own():
     clock = schedule()
     assert len(set(at(clock, 20, lambda clock: clock.seed))) == 20
     torch.manual_seed(5)
-    assert settings(seed=None).seed == 5, "torch's initial seed by default"
+    assert schedule(seed=None).base_seed == 5, "torch's initial seed by default"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +127,7 @@ def test_every_step_has_a_seed_of_its_own():
 )
 def test_errors_about_settings_say_what_is_allowed(given, message):
     with pytest.raises(ValueError, match=message):
-        settings(**given)
+        schedule(**given)
 
 
 # A share of run time --------------------------------------------------------------------------------------------------
@@ -167,7 +183,7 @@ def measured_at(optimizer, model, steps):
     """The steps at which something was measured."""
     found = []
     for t in range(steps):
-        found += [t] if optimizer._whitening.schedule.wanted else []
+        found += [t] if optimizer._whitening.due else []
         train(model, optimizer, 1, start=t)
     return found
 
@@ -261,17 +277,15 @@ def test_a_side_that_was_never_measured_follows_the_others():
     clock = Schedule(settings(refresh="drift", backward=(4, 0)), layers)
     for side in layers[""].sides:
         side.interval = 4
-    assert [t for t, sides in enumerate(at(clock, 40, lambda clock: clock.due)) if sides] == [0, 16, 32]
-    clock.t = 4
-    assert clock.measured("forward") == set()
-    clock.t = 16
-    assert clock.measured("forward") == clock.measured("backward") == {"", "idle"}
+    assert [t for t, sides in enumerate(at(clock, 40, lambda clock: clock.refreshed)) if sides] == [0, 16, 32]
+    assert at(clock, 5, measured)[4] == {}
+    assert at(clock, 17, measured)[16] == {"forward": {"", "idle"}, "backward": {"", "idle"}}
 
 
 def test_a_step_without_a_measurement_calls_the_model_once():
     model, optimizer = drifted(140, lr=0.0)
     assert optimizer._whitening.schedule.t % 32 != 0
-    assert not optimizer._whitening.schedule.wanted
+    assert not optimizer._whitening.due
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     for t in range(140, 150):
@@ -304,3 +318,12 @@ def test_refreshing_by_drift_resumes_bit_for_bit():
         fresh.step()
     expected = snapshot(whole)
     assert all(torch.equal(value, expected[name]) for name, value in snapshot(half).items())
+
+
+def test_intervals_of_a_run_by_drift_are_void_where_a_period_is_given():
+    model, optimizer = drifted(140, lr=0.0)
+    assert all(side.interval > 1 for side in sides_of(optimizer))
+    periodic = bprong.BPRONG(model, "cross_entropy", lr=0.05, every=3, options=EXACT)
+    periodic.load_state_dict(optimizer.state_dict())
+    assert periodic._whitening.schedule.next == 141
+    assert all(side.interval is None for side in sides_of(periodic))

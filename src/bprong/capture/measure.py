@@ -27,8 +27,7 @@ from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import drawing, mixed
 from bprong.likelihood.loss import Loss, Targets
 from bprong.linalg.moments import Sums
-from bprong.parallel.processes import ALONE, Ranks
-from bprong.parallel.slices import is_sliced
+from bprong.parallel.processes import ALONE, Ranks, is_sliced
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from bprong.capture.measure import Meter, merged
 from bprong.capture.observed import check_loss, no_batch, with_loss_inside, with_observed
 from bprong.capture.tape import Arguments, Batch, Head, Tape, nodes_behind, place_of
 from bprong.likelihood.loss import Loss, LossCall
-from bprong.parallel.processes import ALIKE, Ranks
-from bprong.parallel.slices import is_sharded, is_sliced, leaves, local
+from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
+from bprong.parallel.slices import leaves
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
 
@@ -72,7 +72,7 @@ class Recorder:
         self.reached: list[Tape] = []
         self.scale = GradientScale()
         self._waits = False  # whether a call since the last step waits for its loss and its backward pass
-        self._leaves = leaves(model) if is_sharded(model) else []
+        self._leaves = leaves(model)
         self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
         self._no_output: str | None = None  # why no output was found in what the model returned
         self._loss_is_inside = not self._leaves  # whether the model may compute its loss itself, as far as is known
@@ -363,7 +363,7 @@ class GradientScale:
         lowest = min(ratios, default=math.inf)
         highest = max(ratios, default=0.0)
         if ranks.size > 1:
-            sizes, all_lowest, all_highest = ranks.table(3, lambda: [sum(before), lowest, highest]).unbind(dim=1)
+            sizes, all_lowest, all_highest = ranks.table([sum(before), lowest, highest]).unbind(dim=1)
             # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
             if not (any(map(is_sliced, gradients.values())) or torch.allclose(sizes, sizes[:1], rtol=ALIKE)):
                 return sum(now), 1.0

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss, LossCall, Targets, targets_of
-from bprong.parallel.slices import is_sliced
+from bprong.parallel.processes import is_sliced
 
 if TYPE_CHECKING:
     from bprong.capture.calls import Calls

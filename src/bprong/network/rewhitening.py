@@ -31,7 +31,7 @@ from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Schedule, Settings
+from bprong.whitening.schedule import Periods, Schedule, Settings
 
 RefreshMode = Literal["periodic", "continuous"]
 
@@ -105,14 +105,14 @@ class Rewhitening:
         # By layer and side: of those that are whitened continuously, once they have an anchor.
         self._tracks: dict[str, dict[SideName, Track]] = {name: {} for name in self._layers}
         period = 5 if self._mu else 100
-        settings = Settings.checked(
-            forward=(period if forward_every is None else forward_every, forward_offset),
-            backward=(period if backward_every is None else backward_every, backward_offset),
-            fisher="sampled" if fisher is None else fisher,
-            average=average,
+        periods = Periods(
+            forward_every=period if forward_every is None else forward_every,
+            forward_offset=forward_offset,
+            backward_every=period if backward_every is None else backward_every,
+            backward_offset=backward_offset,
             record_every=record_every,
-            seed=seed,
         )
+        settings = Settings(periods, "sampled" if fisher is None else fisher, average, seed)
         self._schedule = Schedule(settings, self._layers)
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
                             "backward_damping": backward_damping}  # fmt: skip
@@ -135,8 +135,12 @@ class Rewhitening:
         with uninterrupted():
             if self._mu and self._ranks.size > 1:
                 raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
-            refreshed = self._rewhiten(*(self._samples or (x, y))) if self._schedule.wanted else []
+            if not self._schedule.is_due:
+                self._schedule.t += 1
+                return []
+            refreshed = self._rewhiten(*(self._samples or (x, y)))
             self._schedule.t += 1
+            self._schedule.plan()
             return refreshed
 
     def _rewhiten(self, x: Any, y: Tensor | None) -> list[Refresh]:
@@ -150,7 +154,7 @@ class Rewhitening:
         for layer in trained:
             for side in layer.sides:
                 waits = side in updated or side.name in self._tracks[layer.name]
-                if side.name in self._schedule.due and not waits:
+                if side.name in self._schedule.refreshed and not waits:
                     layer.warn(
                         side, "no statistics reached it; is it used, and not detached, when the model is called?"
                     )
@@ -167,23 +171,23 @@ class Rewhitening:
         rank = self._ranks.rank
         request = Request(
             weights={layer.linear: layer.linear.module.centred for layer in trained},
-            inputs=schedule.measured("forward"),
-            errors=schedule.measured("backward"),
+            inputs=schedule.measured["forward"],
+            errors=schedule.measured["backward"],
             likelihood=self._likelihood if schedule.two_sided else None,
             fisher=schedule.settings.fisher,
             seed=mixed(schedule.seed, rank) if rank else schedule.seed,
             rows=self._mu > 0,
         )
 
-        def measure() -> Mapping[str, LayerMoments]:
+        def measure() -> dict[str, LayerMoments]:
             if x is None:
                 raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(self.model, request, x, y, counted)
 
-        return measured_by_all(
-            self._ranks, self._layers, schedule, request.weights, measure, self.model.parameters
-        )  # fmt: skip
+        if self._ranks.size == 1:
+            return measure()
+        return measured_by_all(self._ranks, schedule, request.weights, measure, self.model.parameters())
 
     def _take(
         self,

@@ -176,9 +176,9 @@ def _packed_layer(layer: Layer, whitening: Whitening) -> State:
     entry: State = {"numbers": torch.tensor(flags, dtype=torch.float64, device="cpu"), "c": _filled(c, state.get("c"))}
     for side in layer.sides:
         entry[side.name] = _packed_side(side, state[side.name], layer.like)
-    sharding = whitening.layers.sharding
-    if sharding is not None and layer.name in sharding.owners:
-        entry = tree_map(partial(sharding.ranks.received, owner=sharding.owners[layer.name]), entry)
+    ranks = whitening.ranks
+    if ranks.sharded and layer.name in ranks.owners:
+        entry = tree_map(partial(ranks.received, owner=ranks.owners[layer.name]), entry)
     return entry
 
 

@@ -22,7 +22,7 @@ from bprong.optim.rules import (
     note_lengths,
     products,
 )
-from bprong.parallel.slices import local, summed
+from bprong.parallel.processes import local, summed
 from bprong.whitening.layer import SideName
 from bprong.whitening.layers import Layers
 

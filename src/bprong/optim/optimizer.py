@@ -27,7 +27,6 @@ from bprong.optim.rules import Directions, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirections
 from bprong.optim.stepping import Refusal, SteppingOptimizer, fallback_of, name_in
 from bprong.parallel.processes import Ranks
-from bprong.parallel.slices import is_sharded
 from bprong.whitening.layer import Layer, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
@@ -131,7 +130,6 @@ class BPRONG(SteppingOptimizer):
         wrapped = model
         model = unwrapped(wrapped, fully_sharded=True)
         self._ranks = Ranks.of(wrapped)
-        self._sharded = is_sharded(model)
         self._options = Options.of(options)
         self._loss = declared_loss(loss)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
@@ -168,7 +166,7 @@ class BPRONG(SteppingOptimizer):
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
         schedule = Schedule(settings, layers)
-        return Whitening(self._loss.likelihood, layers, schedule, self._ranks, self._sharded)
+        return Whitening(self._loss.likelihood, layers, schedule, self._ranks)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""

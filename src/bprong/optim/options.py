@@ -87,19 +87,13 @@ class Options:
             periods = every
         else:
             periods = Periods(1, refresh="drift") if every is None else Periods(integer("every", every, 1))
-        refresh = one_of("refresh", periods.refresh, get_args(Mode))
+        is_by_drift = one_of("refresh", periods.refresh, get_args(Mode)) == "drift"
         if not backward:
             _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
-        _refuse(periods.record_every is not None and refresh == "drift", "record_every", 'it needs refresh="periodic"')
-        backward_every = periods.forward_every if periods.backward_every is None else periods.backward_every
-        return Settings.checked(
-            forward=(periods.forward_every, periods.forward_offset),
-            backward=(backward_every, periods.backward_offset if backward else 0),
-            fisher=self.fisher, average=self.average, record_every=periods.record_every, seed=self.seed,
-            refresh=refresh, overhead=OVERHEAD if every is None else None,
-            early_steps=early_steps, early_parts=early_parts,
-        )  # fmt: skip
+        _refuse(periods.record_every is not None and is_by_drift, "record_every", 'it needs refresh="periodic"')
+        overhead = OVERHEAD if every is None else None
+        return Settings(periods, self.fisher, self.average, self.seed, overhead, early_steps, early_parts)
 
 
 def _refuse(without_effect: bool, name: str, reason: str) -> None:

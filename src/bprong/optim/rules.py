@@ -19,7 +19,7 @@ from bprong.capture.tape import Batch
 from bprong.likelihood.families import mixed
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import to_float64
-from bprong.parallel.slices import is_sliced, local, summed
+from bprong.parallel.processes import is_sliced, local, summed
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import EARLY_PARTS

@@ -29,10 +29,9 @@ from bprong.likelihood.loss import Loss
 from bprong.optim.checkpoint import KEY
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule, read
-from bprong.parallel.processes import Ranks
-from bprong.parallel.slices import local, reshard, summed, whole
+from bprong.parallel.processes import Ranks, local, summed
+from bprong.parallel.slices import reshard
 from bprong.whitening.layer import PATIENCE
-from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 
 FALLBACK_LIMIT = 0.5  # of the trained numbers: if more follow the fallback rule, the user is told
@@ -42,7 +41,6 @@ class SteppingOptimizer(Optimizer):
     """An optimizer that measures, whitens and steps. A subclass makes its parts and keeps their state.
 
     _model:      as it was written, also if it is compiled
-    _sharded:    whether each process has slices of all parameters
     _observes:   whether the calls of the model are observed until the next step
     _takes_all:  whether parameters without a group are worth a warning
     _started:    when the first step was made
@@ -59,7 +57,6 @@ class SteppingOptimizer(Optimizer):
     _meter: Meter
     _recorder: Recorder
     _refusal: Refusal
-    _sharded: bool
     _observes: bool
     _takes_all: bool
     _started: float | None
@@ -80,8 +77,8 @@ class SteppingOptimizer(Optimizer):
     def _step(self) -> None:
         """One step, which an interrupt cannot leave half made."""
         if self._ranks.before is None:
-            unwrapped(self._model, self._sharded)  # it may have been sharded since the optimizer was made
-        if self._sharded:
+            unwrapped(self._model, self._ranks.sharded)  # it may have been sharded since the optimizer was made
+        if self._ranks.sharded:
             reshard(self._model)
         whitening = self._whitening
         is_made = self._make(self._gradients())
@@ -92,7 +89,7 @@ class SteppingOptimizer(Optimizer):
             self._recorder.forget()
         else:
             self._recorder.observed.clear()  # given although nothing was due
-        whitening.due = whitening.schedule.t == whitening.next_due
+        whitening.due = whitening.schedule.t == whitening.schedule.next
         self._listen()
 
     def _make(self, gradients: Gradients) -> bool:
@@ -135,10 +132,10 @@ class SteppingOptimizer(Optimizer):
                 groups[p] = group
                 values[p] = gradient
         schedule = self._whitening.schedule
-        checked = self._observes or self._sharded or not self._rule.checks
+        checked = self._observes or self._ranks.sharded or not self._rule.checks
         return Gradients(
             values, groups, self.state, schedule.t, schedule.base_seed,
-            noted=self._whitening.due, sliced=self._sharded, checked=checked,
+            noted=self._whitening.due, sliced=self._ranks.sharded, checked=checked,
         )  # fmt: skip
 
     def _accepts(self, gradients: Gradients) -> bool:
@@ -164,24 +161,18 @@ class SteppingOptimizer(Optimizer):
     def _take_batches(self, gradients: Gradients) -> bool:
         """Gives the gradients the batches behind them; False: the rule needs one, and no process has any."""
         is_due = self._whitening.due and not self._meter.recorded
-        batches: list[Batch] = []
-
-        def count_batches() -> list[float]:
-            batches.extend(
-                self._recorder.take(
-                    needed=is_due or self._rule.reads_every_batch,
-                    counting=is_due or self._loss.sums,
-                    shared=self._ranks.size > 1,
-                )
+        with self._ranks.exchange(1) as rows:  # of several processes one alone may find an error
+            batches = self._recorder.take(
+                needed=is_due or self._rule.reads_every_batch,
+                counting=is_due or self._loss.sums,
+                shared=self._ranks.size > 1,
             )
-            return [float(bool(batches))]
-
-        any_batch = self._ranks.sums(1, count_batches)[0] > 0  # of several processes one alone may find an error
+            rows.append([len(batches)])
         gradients.batches = batches
         if any(batch.targets is None or batch.targets.total is None for batch in batches):
             # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
             gradients.factor = 1.0
-        return any_batch or not self._rule.reads_every_batch
+        return not self._rule.reads_every_batch or any(row[0] for row in rows)
 
     def _measure(self, gradients: Gradients) -> None:
         """Measures and refreshes what is due, and warns of what is not whitened."""
@@ -198,13 +189,9 @@ class SteppingOptimizer(Optimizer):
     def _refresh(self, batches: Sequence[Batch]) -> None:
         """Refreshes the factors that are due, from the moments of these batches."""
         whitening = self._whitening
-        whitening.share()
         request = whitening.request()
-        with timed(whitening.seconds, "statistics"), whole(self._model) as parameters:
-            measured = measured_by_all(
-                self._ranks, whitening.layers, whitening.schedule, request.weights,
-                partial(self._meter.moments, batches, request, parameters), whitening.gradients,
-            )  # fmt: skip
+        with timed(whitening.seconds, "statistics"), self._ranks.whole(self._model) as parameters:
+            measured = whitening.measured(request, partial(self._meter.moments, batches, request, parameters))
         whitening.refresh(measured, self._rule.damping)
 
     def _forget(self) -> None:

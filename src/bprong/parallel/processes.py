@@ -10,14 +10,16 @@ did not reach, an error) is exchanged before anything is decided by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Key = TypeVar("Key", bound=Hashable)
+from bprong.parallel.slices import whole_model
+
 ALIKE = 1e-6  # the relative difference up to which sizes of gradients of two ranks are the same
 AVAILABLE = dist.is_available()
 
@@ -27,13 +29,19 @@ class Ranks:
 
     group:   of torch.distributed; None: all processes
     wrapper: the DistributedDataParallel around the model, if it is known
+    sharded: whether each process has a slice of each parameter (FSDP2)
+    owners:  the rank that factors each layer, by name; empty: each rank factors all
     before:  how many processes made the steps so far; None: none was made
 
     Whether there are several processes is found out anew each time, since a script may start torch.distributed after
     it has made the optimizer.
     """
 
-    def __init__(self, group: Any = None, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
+    def __init__(
+        self, group: Any = None, wrapper: nn.parallel.DistributedDataParallel | None = None, sharded: bool = False
+    ) -> None:
+        self.sharded = sharded
+        self.owners: dict[str, int] = {}
         self.before: int | None = None
         self._group = group
         self._wrapper = wrapper
@@ -45,11 +53,11 @@ class Ranks:
             return cls(model.process_group, model)
         for parameter in model.parameters():
             if hasattr(parameter, "device_mesh"):
-                return cls(parameter.device_mesh.get_group())
+                return cls(parameter.device_mesh.get_group(), sharded=True)
         return cls()
 
-    def __reduce__(self) -> tuple[type[Ranks], tuple[()]]:
-        return Ranks, ()  # a group of processes cannot be copied
+    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...]]:
+        return Ranks, (None, None, self.sharded)  # a group of processes cannot be copied
 
     @property
     def size(self) -> int:
@@ -79,30 +87,50 @@ class Ranks:
                 "statistics. Give all ranks the same number of batches, for example with DistributedSampler"
             )
 
+    def is_own(self, name: str) -> bool:
+        """Return whether this rank factors the layer of this name."""
+        return not self.owners or self.owners[name] == self.rank
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[Mapping[Tensor, Tensor]]:
+        """Put whole parameters into a sharded model while the context is active; yield them by those that are sliced.
+
+        To be entered by all ranks.
+        """
+        return whole_model(model) if self.sharded else nullcontext({})
+
     # Numbers ----------------------------------------------------------------------------------------------------------
 
-    def table(self, columns: int, compute: Callable[[], Sequence[float]]) -> Tensor:
-        """Return what each rank of several computes: (ranks, columns), float64.
+    @contextmanager
+    def exchange(self, columns: int) -> Iterator[list[list[float]]]:
+        """Yield a list for a row of so many numbers; after the block it has the rows of all ranks.
 
-        If that fails on one rank, all raise an error.
+        If the block fails on one rank, all raise an error.
+
+        >>> with Ranks().exchange(2) as rows:
+        ...     rows.append([1.0, 2.0])
         """
+        rows: list[list[float]] = []
         failure: Exception | None = None
-        row: Sequence[float] = [0.0] * columns
         try:
-            row = compute()
+            yield rows
         except Exception as error:  # which must not leave the other ranks waiting
             failure = error
-        rows = self.gathered(torch.tensor([failure is not None, *row], dtype=torch.float64, device="cpu"))
+        if self.size > 1:
+            rows[:] = self.table([failure is not None, *(rows[0] if rows else [0.0] * columns)]).tolist()
         if failure is not None:
             raise failure
-        failed = rows[:, 0].nonzero().flatten().tolist()
-        if failed:
-            raise RuntimeError(f"the step was stopped by an error on rank {failed[0]}, which that process reports")
-        return rows[:, 1:]
+        if self.size > 1:
+            failed = [rank for rank, row in enumerate(rows) if row.pop(0)]
+            if failed:
+                raise RuntimeError(f"the step was stopped by an error on rank {failed[0]}, which that process reports")
 
-    def sums(self, columns: int, compute: Callable[[], Sequence[float]]) -> list[float]:
-        """Return the sums over all ranks of what each computes."""
-        return list(compute()) if self.size == 1 else self.table(columns, compute).sum(dim=0).tolist()
+    def table(self, numbers: Sequence[float]) -> Tensor:
+        """Return some numbers of each of several ranks: (ranks, numbers), float64."""
+        return self.gathered(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks of some numbers of each."""
+        return list(numbers) if self.size == 1 else self.table(numbers).sum(dim=0).tolist()
 
     # Tensors, which have one shape and dtype on all ranks -------------------------------------------------------------
 
@@ -161,16 +189,22 @@ class Ranks:
 ALONE = Ranks()
 
 
-def assigned(costs: Mapping[Key, float], ranks: int) -> dict[Key, int]:
-    """Return an owner for each item: the costliest first, each to the rank that has the least to do.
+# Slices ---------------------------------------------------------------------------------------------------------------
 
-    >>> assigned({"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0}, 2)
-    {'a': 0, 'b': 1, 'c': 1, 'd': 0}
-    """
-    load = [0.0] * ranks
-    owners = {}
-    for key in sorted(costs, key=lambda key: -costs[key]):
-        owner = load.index(min(load))
-        owners[key] = owner
-        load[owner] += costs[key]
-    return {key: owners[key] for key in costs}
+
+def is_sliced(tensor: Any) -> bool:
+    """Return whether this process has a slice of a tensor only (a DTensor; importing that class takes a second)."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the slice that this process has; the tensor itself, if that is not sliced."""
+    return cast(Any, tensor.detach()).to_local() if is_sliced(tensor) else tensor
+
+
+def summed(value: float, of: Iterable[Any]) -> float:
+    """Return the sum over all processes of what each computed from its slices; the value, if nothing is sliced."""
+    for tensor in of:
+        if is_sliced(tensor):
+            return Ranks(tensor.device_mesh.get_group()).sums([value])[0]
+    return value

@@ -1,8 +1,11 @@
-"""What several processes do together at a refresh: measure as one, find what has drifted, divide factorisations up."""
+"""What several processes do together at a refresh: measure as one, divide layers and factorisations up.
+
+A process that trains alone calls nothing of this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from typing import cast
 
@@ -14,17 +17,16 @@ from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError
 from bprong.linalg.factors import DESCRIPTION, Damping, Elsewhere, Factor, described, described_shape, description
 from bprong.linalg.low_rank import Backoff
-from bprong.linalg.moments import Blocks, Moments, float64_device
-from bprong.parallel.moments import merged
-from bprong.parallel.processes import ALIKE, Ranks, assigned
+from bprong.linalg.moments import Blocks, Moments, add_outer, float64_device
+from bprong.parallel.processes import ALIKE, Ranks, is_sliced
 from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
 
 Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
-FLAGS = ("measured", "called", "unexplained", "targets")  # what is exchanged about each layer of each rank
-NUMBERS = DESCRIPTION + 3  # what is exchanged about each factor: its description, its cost and the backoff of its side
+FLAGS = ("measured", "rows", "errors", "called", "unexplained", "targets")  # exchanged about each layer of each rank
+NUMBERS = DESCRIPTION + 3  # exchanged about each factor: its description, its cost and the backoff of its side
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
@@ -32,89 +34,101 @@ NUMBERS = DESCRIPTION + 3  # what is exchanged about each factor: its descriptio
 
 def measured_by_all(
     ranks: Ranks,
-    layers: Layers,
     schedule: Schedule,
     weights: Mapping[WeightMatrix, bool],
     measure: Callable[[], Mapping[str, LayerMoments]],
-    replicated: Callable[[], Iterable[Tensor | None]],
-) -> Mapping[str, LayerMoments]:
+    replicated: Iterable[Tensor | None],
+) -> dict[str, LayerMoments]:
     """Return what all ranks have measured, as if one process had measured all of their batches.
 
     weights:     of the layers to measure, with whether their inputs are centred
     measure:     measures the batches of this rank
     replicated:  tensors that must be the same on all ranks: their gradients, or their parameters
     """
-    if ranks.size == 1 or not weights:
-        return measure()
-    centred = {weight.name: centre for weight, centre in weights.items()}
-    measured = dict.fromkeys(centred, LayerMoments())
-
-    def numbers() -> list[float]:
-        of_this_rank = measure()
-        measured.update(of_this_rank)
-        tensors = [tensor.detach() for tensor in replicated() if tensor is not None]
+    measured: dict[str, LayerMoments] = {}
+    with ranks.exchange(3 + len(FLAGS) * len(weights)) as rows:
+        measured |= measure()
+        tensors = [tensor.detach() for tensor in replicated if not (tensor is None or is_sliced(tensor))]
         size = sum(map(float, torch._foreach_norm(tensors))) if tensors else 0.0
         row = [*divmod(schedule.base_seed, 2**32), size]
-        for name in centred:
-            layer = measured[name]
-            row += [name in of_this_rank, layer.called, layer.unexplained, layer.targets]
-        return row
-
-    table = ranks.table(3 + len(FLAGS) * len(centred), numbers)
+        for weight in weights:
+            row += _flags(measured.get(weight.name))
+        rows.append(row)
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     if not torch.allclose(table[:, 2], table[:1, 2], rtol=ALIKE, equal_nan=True):
         raise RuntimeError(
             f"the gradients or parameters of {ranks.size} processes differ: each would train a model of its own. "
             f"Wrap the model in torch.nn.parallel.DistributedDataParallel, or average gradients before each step"
         )
     schedule.base_seed = int(table[0, 0]) * 2**32 + int(table[0, 1])
-    flags = table[:, 3:].sum(dim=0).view(-1, len(FLAGS)).long().tolist()
+    flags = table[:, 3:].view(ranks.size, len(weights), len(FLAGS))
     of_all = {}
-    for name, (is_measured, called, unexplained, targets) in zip(centred, flags, strict=True):
-        if is_measured:
-            z, delta = _merged_sides(ranks, layers, layers[name], centred[name], measured[name])
-            probe = measured[name].probe
-            of_all[name] = LayerMoments(z, delta, called > 0, unexplained > 0, targets, probe)
+    for i, (weight, centred) in enumerate(weights.items()):
+        if flags[:, i, 0].any():
+            part = measured.get(weight.name, LayerMoments())
+            of_all[weight.name] = _merged(ranks, weight, part, flags[:, i], centred)
     return of_all
 
 
-def _merged_sides(
-    ranks: Ranks, layers: Layers, layer: Layer, centred: bool, measured: LayerMoments
-) -> tuple[Moments | None, Moments | None]:
-    """Return the moments of the inputs and of the errors of a layer, of the batches of all ranks."""
-    owner = None if layers.sharding is None else layers.sharding.owners[layer.name]
-    device = float64_device(layer.weight)
-    z = merged(ranks, measured.z, layer.linear.inputs, centred, weight=0.0, device=device, owner=owner)
-    # Errors that do not reach the layer are zero.
-    targets = float(measured.targets)
-    delta = merged(ranks, measured.delta, layer.linear.outputs, False, weight=targets, device=device, owner=owner)
-    return z, delta
+def _flags(layer: LayerMoments | None) -> list[float]:
+    """Return what is exchanged about a layer, FLAGS."""
+    if layer is None:
+        return [0.0] * len(FLAGS)
+    rows = 0.0 if layer.z is None else layer.z.weight
+    return [True, rows, layer.delta is not None, layer.called, layer.unexplained, layer.targets]
+
+
+def _merged(ranks: Ranks, weight: WeightMatrix, measured: LayerMoments, flags: Tensor, centred: bool) -> LayerMoments:
+    """Return what all ranks have measured of a layer; flags: (ranks, FLAGS).
+
+    If the model is sharded, another rank than the owner keeps the diagonals and drops the rest at once.
+    """
+    _, rows, errors, called, unexplained, targets = flags.sum(dim=0).tolist()
+    of_all = LayerMoments(None, None, called > 0, unexplained > 0, int(targets), measured.probe)
+    device = float64_device(weight.weight)
+    if rows:
+        of_all.z = _merged_moments(ranks, measured.z, weight.inputs, flags[:, 1], centred, device)
+    if errors:  # where they do not reach the layer, they are zero
+        of_all.delta = _merged_moments(ranks, measured.delta, weight.outputs, flags[:, 5], False, device)
+    if ranks.sharded and not ranks.is_own(weight.name):
+        of_all.z = of_all.z and of_all.z.thinned()
+        of_all.delta = of_all.delta and of_all.delta.thinned()
+    return of_all
+
+
+def _merged_moments(
+    ranks: Ranks, moments: Moments | None, blocks: Blocks, weights: Tensor, centred: bool, device: torch.device
+) -> Moments:
+    """Return the moments of the observations of all ranks; weights: (ranks,).
+
+    Means are gathered first; each scatter is then moved to the common mean, and these are summed. The whole scatter is
+    sent, although it is symmetric, and to all ranks, although one may own it: that is up to twice and R times the bytes
+    that are needed, at refreshes only.
+    """
+    scatter = torch.zeros(blocks.shape, dtype=torch.float64, device=device)
+    mean = scatter.new_zeros(blocks.shape[:-1]) if centred else None
+    if moments is not None:
+        scatter = moments.copy().values
+        mean = None if moments.mean is None else moments.mean.to(scatter)
+    if mean is not None:
+        common = _common_mean(weights.to(mean), ranks.gathered(mean).flatten(1)).view_as(mean)
+        shift = mean - common
+        add_outer(scatter, shift, shift, float(weights[ranks.rank]), out=scatter)
+        mean = common
+    return Moments(float(weights.sum()), mean, ranks.sum_(scatter))
+
+
+def _common_mean(weights: Tensor, means: Tensor) -> Tensor:
+    """Return the mean of means (ranks, features) of which some have no weight.
+
+    It is written as a step from the mean of one rank, so that a constant feature has a variance of exactly zero.
+    """
+    first = means[weights.argmax()]
+    fractions = weights / weights.sum()
+    return first + fractions @ (means - first)
 
 
 # Factors --------------------------------------------------------------------------------------------------------------
-
-
-def drifted(layers: Layers, schedule: Schedule, pending: Pending, ranks: Ranks) -> Pending:
-    """Return the sides whose factors are out of date; each is compared with its new moments by its owner."""
-    owners = _owners(layers, pending, ranks)
-
-    def drifts_of_this_rank() -> list[float]:
-        drifts = []
-        for side, (_, moments, epsilon) in pending.items():
-            drifts.append(side.drift(moments, epsilon) if owners[side] == ranks.rank else 0.0)
-        return drifts
-
-    out_of_date = {}
-    for side, drift in zip(pending, ranks.sums(len(pending), drifts_of_this_rank), strict=True):
-        if schedule.has_drifted(side, drift):
-            out_of_date[side] = pending[side]
-    return out_of_date
-
-
-def _owners(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, int]:
-    """Return the rank that factors each side."""
-    if layers.sharding is not None:
-        return {side: layers.sharding.owners[layer.name] for side, (layer, *_) in pending.items()}
-    return assigned({side: side.blocks.cost for side in pending}, ranks.size)
 
 
 def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
@@ -122,14 +136,12 @@ def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side,
 
     If the model is sharded, factors stay with their owners, and the other ranks know what they cost.
     """
-    owners = _owners(layers, pending, ranks)
+    own = {side: item for side, item in pending.items() if ranks.is_own(item[0].name)}
     computed: dict[Side, Factor] = {}
     failures: dict[Side, WhiteningError] = {}
-
-    def numbers() -> list[float]:
-        owned = {side: item for side, item in pending.items() if owners[side] == ranks.rank}
-        computed.update(layers.factors_of_equals(owned))
-        for side, (layer, moments, epsilon) in owned.items():
+    with ranks.exchange(NUMBERS * len(pending)) as rows:
+        computed |= layers.factors_of_equals(own)
+        for side, (layer, moments, epsilon) in own.items():
             try:
                 computed[side] = computed.get(side) or side.solve(moments, epsilon, layer.like)
             except WhiteningError as reason:
@@ -138,58 +150,50 @@ def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side,
         for side in pending:
             factor = computed.get(side)
             row += [*description(factor), *astuple(side.backoff), 0 if factor is None else factor.cost]
-        return row
-
-    table = ranks.table(NUMBERS * len(pending), numbers).view(ranks.size, -1, NUMBERS)
+        rows.append(row)
     factors: dict[Side, Factor | WhiteningError] = {}
-    for i, (side, owner) in enumerate(owners.items()):
-        *numbers_of_factor, skip, next_skip, cost = table[owner, i].tolist()
+    for i, (side, (layer, *_)) in enumerate(pending.items()):
+        owner = ranks.owners[layer.name]
+        *numbers, skip, next_skip, cost = rows[owner][i * NUMBERS : (i + 1) * NUMBERS]
         side.backoff = Backoff(int(skip), int(next_skip))
         factor = computed.get(side)
-        like = pending[side][0].like
         if not cost:
             failure = WhiteningError(f"rank {owner}, which factors it, could not do so")
             factors[side] = failures.get(side, failure)
-        elif layers.sharding is None:
-            factors[side] = _received(ranks, owner, factor, numbers_of_factor, side.blocks, like)
-        else:
+        elif ranks.sharded:
             factors[side] = factor or Elsewhere(owner, int(cost))
+        else:
+            tensor = layer.like.new_empty(described_shape(numbers)) if factor is None else factor.tensor
+            tensor = ranks.received(tensor, owner)
+            factors[side] = factor or cast(Factor, described(numbers, tensor, side.blocks))
     return factors
 
 
-def _received(
-    ranks: Ranks, owner: int, factor: Factor | None, numbers: Sequence[float], blocks: Blocks, like: Tensor
-) -> Factor:
-    """Return the factor that its owner has, and that the others know the description of."""
-    tensor = like.new_empty(described_shape(numbers)) if factor is None else factor.tensor
-    received = ranks.received(tensor, owner)
-    return factor or cast(Factor, described(numbers, received, blocks))
-
-
-# Sharding -------------------------------------------------------------------------------------------------------------
+# Owners ---------------------------------------------------------------------------------------------------------------
 
 
 def share_layers(layers: Layers, ranks: Ranks) -> None:
-    """Assign the layers that have no owner yet to ranks, and leave what this rank does not own to the others.
+    """Assign the layers that have no owner yet to ranks; of a sharded model, leave those of others to them.
 
     The costliest layer is assigned first, to the rank that has the least to do; layers that share a parameter have one
     owner.
     """
-    sharding = layers.sharding or Sharding(ranks, {}, {})
-    new = [layer for layer in layers.values() if layer.name not in sharding.owners]
-    if not new:
-        return
-    owners = dict(sharding.owners)
-    parameters = dict(sharding.parameters)
+    new = {}
+    parameters: dict[Tensor, int] = {}
+    for layer in layers.values():
+        if layer.name in ranks.owners:
+            parameters |= dict.fromkeys(layer.parameters, ranks.owners[layer.name])
+        else:
+            new[layer] = sum(side.blocks.cost for side in layer.sides)
     load = [0.0] * ranks.size
-    costs = {layer: sum(side.blocks.cost for side in layer.sides) for layer in new}
-    for layer in sorted(new, key=lambda layer: -costs[layer]):
+    for layer in sorted(new, key=lambda layer: -new[layer]):
         shared = [parameters[p] for p in layer.parameters if p in parameters]
         owner = shared[0] if shared else load.index(min(load))
-        load[owner] += costs[layer]
-        owners[layer.name] = owner
+        load[owner] += new[layer]
+        ranks.owners[layer.name] = owner
         parameters |= dict.fromkeys(layer.parameters, owner)
-        if owner != ranks.rank:
+        if ranks.sharded and owner != ranks.rank:
             for side in layer.sides:
                 side.leave_to(owner)
-    layers.sharding = Sharding(ranks, owners, parameters)
+    if ranks.sharded:
+        layers.sharding = Sharding(ranks, parameters)

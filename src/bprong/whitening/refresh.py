@@ -7,7 +7,7 @@ modified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +19,9 @@ from bprong.likelihood.families import Likelihood
 from bprong.linalg.factors import Damping, Factor
 from bprong.linalg.moments import Moments
 from bprong.parallel.processes import ALONE, Ranks
-from bprong.parallel.slices import is_sliced
 from bprong.whitening.layer import SIDES, Layer, Side
 from bprong.whitening.layers import Layers
-from bprong.whitening.ranks import drifted, share_layers, shared_factors
+from bprong.whitening.ranks import measured_by_all, share_layers, shared_factors
 from bprong.whitening.schedule import Schedule, period_for
 
 SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
@@ -54,21 +53,20 @@ def refresh(
     """Refreshes the sides that are due: all of them, or by drift those whose moments have moved.
 
     new:   the names of layers that are due whatever the schedule says
-    ranks: the processes that share the work
+    ranks: the processes that share the work, if layers have owners
 
     A side that cannot be refreshed keeps its factor, with a warning, and raises after several failures in a row.
     """
-    due = schedule.due
-    pending = {
-        side: (layer, moments, damping(layer, side))
-        for name in SIDES
-        for side, (layer, moments) in updated.items()
-        if side.name == name and (name in due or layer.name in new)
-    }
-    if schedule.settings.refresh == "drift":
-        pending = drifted(layers, schedule, pending, ranks)
+    due = schedule.refreshed
+    pending: dict[Side, tuple[Layer, Moments, Damping]] = {}
+    for name in SIDES:
+        for side, (layer, moments) in updated.items():
+            if side.name == name and (name in due or layer.name in new):
+                pending[side] = layer, moments, damping(layer, side)
+    if schedule.settings.periods.refresh == "drift":
+        pending = _drifted(pending, schedule, ranks)
     factors: Mapping[Side, Factor | WhiteningError] = (
-        layers.factors_of_equals(pending) if ranks.size == 1 else shared_factors(layers, pending, ranks)
+        shared_factors(layers, pending, ranks) if ranks.owners else layers.factors_of_equals(pending)
     )
     failed: set[Layer] = set()
     for side, (layer, moments, epsilon) in pending.items():
@@ -86,16 +84,30 @@ def refresh(
     layers.changed()
 
 
+def _drifted(
+    pending: dict[Side, tuple[Layer, Moments, Damping]], schedule: Schedule, ranks: Ranks
+) -> dict[Side, tuple[Layer, Moments, Damping]]:
+    """The sides whose factors are out of date; each is compared with its new moments by its owner."""
+    drifts = []
+    for side, (layer, moments, epsilon) in pending.items():
+        drifts.append(side.drift(moments, epsilon) if ranks.is_own(layer.name) else 0.0)
+    out_of_date = {}
+    for side, drift in zip(pending, ranks.sums(drifts), strict=True):
+        if schedule.has_drifted(side, drift):
+            out_of_date[side] = pending[side]
+    return out_of_date
+
+
 def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
     """Puts a new factor into force."""
     layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
 
 
 class Whitening:
-    """The layers of a model that is not modified: measured, checked and refreshed as the schedule asks.
+    """The layers of a model that is not modified: which of them are measured, refreshed, and left to other rules.
 
     given:     the parameters of the optimizer; those that require gradients are trained
-    due:       whether the schedule asks for a measurement at this step; `next_due` is the next such step
+    due:       whether the schedule asks for a measurement at this step
     covered:   the parameters of all layers
     demoted:   layers that follow the fallback rule, since not every use of their weight can be recorded, by name
     unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
@@ -104,9 +116,7 @@ class Whitening:
     seconds:   the time spent, by purpose
     """
 
-    def __init__(
-        self, likelihood: Likelihood, layers: Layers, schedule: Schedule, ranks: Ranks = ALONE, is_sharded: bool = False
-    ) -> None:
+    def __init__(self, likelihood: Likelihood, layers: Layers, schedule: Schedule, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.given: set[Tensor] = set()
         self.layers = layers
@@ -115,18 +125,18 @@ class Whitening:
         self.demoted: dict[str, Layer] = {}
         self.unused: set[str] = set()
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
-        self._is_sharded = is_sharded
         self._likelihood = likelihood
         self.attend()
 
     def cover(self, layers: Mapping[str, Layer]) -> None:
         """Adds layers that the model did not have before, and replaces those whose weight is another one now."""
+        demoted = self.reasons.keys()
         covered = {}
         for name, layer in layers.items():
             present = self.layers.pop(name, None)
             if present is not None and present.weight is layer.weight:
                 covered[name] = present
-            elif not self.given.isdisjoint(layer.parameters) and self.reasons.keys().isdisjoint(layer.parameters):
+            elif not self.given.isdisjoint(layer.parameters) and demoted.isdisjoint(layer.parameters):
                 covered[name] = layer
         self.layers.clear()
         self.layers.update(covered)  # in the order of the model
@@ -137,11 +147,16 @@ class Whitening:
 
     def attend(self) -> None:
         """Finds out at which step something is to be measured next, and whether it is this one."""
-        self.next_due = self.schedule.next_wanted() if self.layers else -1
-        self.due = self.schedule.t == self.next_due
+        self.schedule.plan()
+        self.due = self.schedule.is_due
         started = any(side.refreshed_at is not None for layer in self.layers.values() for side in layer.sides)
         new = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
         self.unused = new if started else set()
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step refreshes something, as far as all ranks know it: gradients are the same on all of them."""
+        return self.due or any(has_gradient(self.layers[name].linear) for name in self.unused)
 
     def request(self) -> Request:
         """What is to be measured: all layers that are trained or, if nothing is due, those of them without factors.
@@ -152,8 +167,8 @@ class Whitening:
         inputs = set(self.unused)
         errors = set(self.unused if schedule.two_sided else ())
         if self.due:
-            inputs |= schedule.measured("forward")
-            errors |= schedule.measured("backward") if schedule.two_sided else set()
+            inputs |= schedule.measured["forward"]
+            errors |= schedule.measured["backward"]
         weights = {}
         verify = False
         for name, layer in self.layers.items():  # in the same order on all ranks
@@ -167,59 +182,63 @@ class Whitening:
             verify=verify
         )  # fmt: skip
 
+    def measured(self, request: Request, measure: Callable[[], dict[str, LayerMoments]]) -> dict[str, LayerMoments]:
+        """What all processes have measured; measure: gives that of this process."""
+        if self.ranks.size == 1:
+            return measure()
+        self.share()
+        gradients = (layer.weight.grad for layer in self.layers.values())
+        return measured_by_all(self.ranks, self.schedule, request.weights, measure, gradients)
+
     def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper) -> None:
         """Refreshes the layers that are due from what was measured; an error changes nothing."""
         new = {name for name in measured if self.layers[name].forward.moments is None}
+        settings = self.schedule.settings
         with timed(self.seconds, "statistics"):
             measured = self._checked(measured, new)
             if not measured:
                 return
-            updated = update(self.layers, measured, self.schedule.settings.average)
+            updated = update(self.layers, measured, settings.average)
         with timed(self.seconds, "factorisation"):
             refresh(self.layers, updated, self.schedule, damping, _take, new & self.unused, self.ranks)
-        overhead = self.schedule.settings.overhead
-        if overhead is not None and self.schedule.every is None:
+        if settings.overhead is not None and self.schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
-            self.schedule.every = period_for(measured_layers, overhead)
+            self.schedule.every = period_for(measured_layers, settings.overhead)
 
     def share(self) -> None:
-        """Assigns the layers of a sharded model to ranks, each once, and leaves those of other ranks to them."""
-        if self._is_sharded:
+        """Assigns each layer to one of several processes, which factors it."""
+        if self.ranks.sharded or self.ranks.size > 1:
             share_layers(self.layers, self.ranks)
-
-    @property
-    def measures(self) -> bool:
-        """Whether this step refreshes something, as far as all ranks know it: gradients are the same on all of them."""
-        return self.due or any(has_gradient(self.layers[name].linear) for name in self.unused)
-
-    def gradients(self) -> Iterator[Tensor | None]:
-        gradients = (layer.weight.grad for layer in self.layers.values())
-        return (g for g in gradients if not is_sliced(g))
 
     def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
-        first = {name: found for name, found in measured.items() if name in new}
-        called = {name for name, found in first.items() if found.called}
-        for name, found in first.items():
-            if found.z is not None and found.delta is None and self.layers[name].backward.name in self.schedule.wanted:
+        unseen = []
+        unexplained = []
+        for name in new:
+            first = measured[name]
+            if first.z is not None and first.delta is None and first.targets:
                 warn(
                     f"layer {name!r} is trained, but whitened on the side of its inputs only: no error reaches "
                     f"{name}.weight from the output that the declared loss is computed from. It reaches your loss in "
                     f"another way, such as a second head. Nothing needs to be done if that is intended"
                 )
-        missed = [name for name in first.keys() - called if has_gradient(self.layers[name].linear)]
+            if not first.called:
+                unseen.append(name)
+            if first.unexplained:
+                unexplained.append(name)
+        missed = [name for name in unseen if has_gradient(self.layers[name].linear)]
         if wrong := [name for name in missed if self.layers[name].linear.registered]:
             raise ValueError(
                 f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "
                 f"the layers that they were said to be like. See transposed= and stacked= of bprong.register"
             )
-        for layer in self.demote([*missed, *(name for name, found in first.items() if found.unexplained)]):
+        for layer in self.demote([*missed, *unexplained]):
             warn(
                 f"layer {layer.name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several "
                 f"times for one loss, such as once for each step of time, put these calls into one module or into "
                 f"`with optimizer.recording()`"
             )
-        return {name: found for name, found in measured.items() if name in self.layers and name not in new - called}
+        return {name: layer for name, layer in measured.items() if name in self.layers and name not in unseen}
 
     def demote(self, names: Iterable[str]) -> list[Layer]:
         """Leaves layers, and every layer that shares a parameter with them, to the fallback rule; returns them all."""
@@ -247,7 +266,10 @@ class Whitening:
         for name, layer in self.layers.items():
             if name in layers:
                 layer.load_state_dict(layers[name])
-        self.layers.sharding = None
+            if self.schedule.settings.periods.refresh == "periodic":
+                for side in layer.sides:
+                    side.interval = None  # of a run that refreshed by drift
+        self.ranks.owners.clear()
         self.share()
         self.layers.changed()
         self.attend()

@@ -8,9 +8,9 @@ optimizer can also choose the period from a share of run time, and measure a sid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -42,7 +42,7 @@ class Periods:
     """Periods of the two sides, where one for both will not do; an optimizer takes them as `every`.
 
     forward_every, forward_offset, backward_every, backward_offset
-                   the paper's τ₁, c₁, τ₂, c₂; backward_every None: as forward_every
+                   the paper's τ₁, c₁, τ₂, c₂; backward_every None: as forward_every; an offset None: half the period
     record_every:  measure all sides, without refreshing them, every so many steps too; None: never
     refresh:       "periodic": refresh every side at its period; "drift": at each period measure the sides that have
                    been drifting, and refresh those that have drifted
@@ -51,107 +51,99 @@ class Periods:
     forward_every: int
     forward_offset: int = 0
     backward_every: int | None = None
-    backward_offset: int = 0
+    backward_offset: int | None = 0
     record_every: int | None = None
     refresh: Mode = "periodic"
+
+    def of(self, side: SideName) -> tuple[int, int]:
+        """Return τ and c of a side."""
+        if side == "forward":
+            return period("forward", self.forward_every, self.forward_offset)
+        every = self.forward_every if self.backward_every is None else self.backward_every
+        return period("backward", every, self.backward_offset)
 
 
 @dataclass(frozen=True)
 class Settings:
     """When sides are measured and refreshed, and from which targets.
 
-    periods:       (τ, c) of each side
-    fisher:        targets behind D
-    average:       the factor on a running average's weight at each measurement; 0: no average
-    record_every:  steps between measurements without a refresh; None: there are none
-    seed:          of sampled targets
-    refresh:       "periodic": every side at its period; "drift": those sides that have drifted
-    early_steps:   further steps at which everything is measured, if `overhead` determines the period,
-    early_parts:   and parts of the first period after which it is measured: a half is 2
-    overhead:      the share of run time that determines the period instead of `periods`; None: `periods` hold
+    fisher:       the targets behind D
+    average:      the factor on a running average's weight at each measurement; 0: no average
+    seed:         of sampled targets; None: torch's initial seed
+    overhead:     the share of run time that determines the period; None: `periods` hold
+    early_steps:  further steps at which everything is measured, if `overhead` determines the period,
+    early_parts:  and parts of the first period after which it is measured: a half is 2
     """
 
-    periods: Mapping[SideName, tuple[int, int]]
+    periods: Periods
     fisher: Fisher = "sampled"
     average: float = 0.0
-    record_every: int | None = None
-    seed: int = 0
-    refresh: Mode = "periodic"
+    seed: int | None = None
     overhead: float | None = None
     early_steps: tuple[int, ...] = ()
     early_parts: tuple[int, ...] = EARLY_PARTS
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        forward: tuple[int, int | None],
-        backward: tuple[int, int | None],
-        fisher: Fisher,
-        average: float,
-        record_every: int | None,
-        seed: int | None,
-        **others: Any,
-    ) -> Settings:
-        """From what a user gave: (every, offset) of both sides, and the rest."""
-        one_of("fisher", fisher, ("sampled", "exact", "empirical"))
-        number("average", average, 0, 1)
-        if record_every is not None:
-            period("record", record_every, 0)
-            if average == 0:
+    def __post_init__(self) -> None:
+        one_of("fisher", self.fisher, get_args(Fisher))
+        number("average", self.average, 0, 1)
+        if self.seed is not None:
+            integer("seed", self.seed, 0)
+        if self.periods.record_every is not None:
+            period("record", self.periods.record_every, 0)
+            if self.average == 0:
                 raise ValueError("record_every measures for a running average: give average too, e.g. average=0.9")
-        periods: dict[SideName, tuple[int, int]] = {
-            "forward": period("forward", *forward),
-            "backward": period("backward", *backward),
-        }
-        return cls(
-            periods,
-            fisher,
-            average,
-            record_every,
-            torch.initial_seed() if seed is None else integer("seed", seed, 0),
-            **others,
-        )
 
 
 class Schedule:
-    """The clock of a run: which sides are due at step t."""
+    """The clock of a run, and what is due at the next step that measures anything.
+
+    t:          the step
+    every:      the period that `overhead` determined; None before the first refresh
+    base_seed:  of the targets that are sampled in this run; `seed` is that of step t
+    two_sided:  whether errors are whitened too
+    next:       the first step from t on at which a side is measured; −1: there is none to measure
+    measured:   the names of the layers whose inputs, and whose errors, are measured at that step
+    """
 
     def __init__(self, settings: Settings, layers: Mapping[str, Layer]) -> None:
         self.settings = settings
         self.t = 0
-        self.every: int | None = None  # the period that `overhead` determined; None before the first refresh
-        self.base_seed = settings.seed
+        self.every: int | None = None
+        self.base_seed = torch.initial_seed() if settings.seed is None else settings.seed
         self._layers = layers
-        self.sides = tuple(name for name in SIDES if any(self._all(name)))
-        self.two_sided = self.sides == SIDES  # errors are whitened too
+        names = {side.name for layer in layers.values() for side in layer.sides}
+        self.two_sided = "backward" in names
+        self._periods = {name: settings.periods.of(name) for name in SIDES if name in names}
+        self.plan()
+
+    def plan(self) -> None:
+        """Look ahead from step t; to be called once that step was made, and when layers or intervals changed."""
+        early = [step for step in self._early_steps() if step >= self.t]
+        record_every = self.settings.periods.record_every
+        recorded = [] if record_every is None else [self.t + -self.t % record_every]
+        sides = [(layer.name, side) for layer in self._layers.values() for side in layer.sides]
+        steps = {}
+        for name in self._periods:
+            intervals = [side.interval for _, side in sides if side.name == name and side.interval is not None]
+            steps[name] = min([self._due_at(name, min(intervals, default=1)), *early])
+        self.next = min([*steps.values(), *recorded]) if sides else -1
+        self._is_early = self.next in early
+        self._refreshed = [name for name, step in steps.items() if step == self.next]
+        self.measured: dict[SideName, set[str]] = {name: set() for name in SIDES}
+        for layer, side in sides:
+            is_due = self._is_early or self._due_at(side.name, side.interval or 1) == self.next
+            if is_due or self.next in recorded:
+                self.measured[side.name].add(layer)
 
     @property
-    def due(self) -> list[SideName]:
+    def is_due(self) -> bool:
+        """Whether something is measured at this step."""
+        return self.t == self.next
+
+    @property
+    def refreshed(self) -> list[SideName]:
         """The sides to refresh at this step; by drift, those that are measured in some layer."""
-        return [name for name in self.sides if self._is_due(name) and self._is_due(name, self._shortest(name))]
-
-    @property
-    def wanted(self) -> list[SideName]:
-        """The sides to measure at this step: those due, and all if it is one of `record_every`."""
-        every = self.settings.record_every
-        return list(self.sides) if every is not None and self.t % every == 0 else self.due
-
-    def next_wanted(self) -> int:
-        """The first step from t on at which a side is measured, as long as intervals stay what they are."""
-        steps = {self.t + (-self.t) % self.settings.record_every} if self.settings.record_every is not None else set()
-        for name in self.sides:
-            every, offset = self.settings.periods[name] if self.every is None else (self.every, 0)
-            steps.add(self.t + (offset - self.t) % (every * self._shortest(name)))
-        steps.update(t for t in self._early_steps() if t >= self.t)
-        return min(steps)
-
-    def measured(self, name: SideName) -> set[str]:
-        """The names of the layers whose side of this name is measured at this step."""
-        if name not in self.wanted:
-            return set()
-        periodic = self.settings.refresh == "periodic"
-        return {layer.name for layer, side in self._all(name) if periodic or self._is_due(name, side.interval or 1)}
+        return self._refreshed if self.is_due else []
 
     def has_drifted(self, side: Side, drift: float) -> bool:
         """Whether the factor of a side that has drifted this far is out of date.
@@ -160,7 +152,7 @@ class Schedule:
         """
         side.last_drift = drift if side.factor is not None else None
         drifted = not drift <= DRIFT  # NaN counts as drift, for the refresh to report
-        if not self._all_due:
+        if not (self._is_early and self.is_due):
             interval = side.interval or 1
             side.interval = max(1, interval // 2) if drifted else min(LONGEST_INTERVAL, 2 * interval)
         return drifted
@@ -170,23 +162,10 @@ class Schedule:
         """The seed of the targets sampled at this step."""
         return mixed(self.base_seed, self.t)
 
-    def _all(self, name: SideName) -> Iterator[tuple[Layer, Side]]:
-        """The sides of this name, each with its layer."""
-        return ((layer, side) for layer in self._layers.values() for side in layer.sides if side.name == name)
-
-    def _shortest(self, name: SideName) -> int:
-        """The shortest interval of the sides of this name, of which the others are multiples; 1 if none has one."""
-        return min((side.interval for _, side in self._all(name) if side.interval is not None), default=1)
-
-    def _is_due(self, name: SideName, interval: int = 1) -> bool:
-        """Whether a side of this name is due that is measured once in so many periods."""
-        every, offset = self.settings.periods[name] if self.every is None else (self.every, 0)
-        return self._all_due or (self.t - offset) % (every * interval) == 0
-
-    @property
-    def _all_due(self) -> bool:
-        """Whether every side is due."""
-        return self.t in self._early_steps()
+    def _due_at(self, name: SideName, interval: int) -> int:
+        """The first step from t on at which a side is due that is measured once in so many periods."""
+        every, offset = self._periods[name] if self.every is None else (self.every, 0)
+        return self.t + (offset - self.t) % (every * interval)
 
     def _early_steps(self) -> set[int]:
         """The steps at which every side is due: the first one, and some early in the first period."""
@@ -204,6 +183,7 @@ class Schedule:
         self.t = state["t"]
         self.base_seed = state["seed"]
         self.every = state["every"] if self.settings.overhead is not None else None  # else the user has given a period
+        self.plan()
 
 
 def period_for(layers: Iterable[Layer], overhead: float) -> int:

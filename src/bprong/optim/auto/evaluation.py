@@ -32,7 +32,6 @@ from bprong.linalg.quadratic import Array
 from bprong.optim.auto.rule import SETTINGS, Evaluation
 from bprong.optim.rules import Direction, dot
 from bprong.parallel.processes import ALONE, Ranks
-from bprong.parallel.slices import gathered, whole
 
 Run = Callable[[], Tensor]
 
@@ -63,23 +62,19 @@ class LossModel:
         k = len(directions)
         parts: list[_Part] = []
 
-        def sums() -> list[float]:
-            parts.extend(self._parts(in_model, batches, seed))
-            numbers = sum([part.numbers for part in parts], np.zeros(k * k + k + 5))
-            count = sum(examples(batch.x) for batch in batches)
-            return [*numbers.tolist(), count, self.everything, not self.forward_mode]
-
         def loss_now() -> float:
-            with whole(self._model):
-                return self._ranks.sums(1, lambda: [sum(part.loss_now() for part in parts)])[0] / weight
+            with self._ranks.whole(self._model):
+                return self._ranks.sums([sum(part.loss_now() for part in parts)])[0] / weight
 
-        with whole(self._model) as parameters:
-            in_model = directions
-            if parameters:  # those of a sharded model
-                in_model = [{parameters[p]: d for p, d in gathered(each).items()} for each in directions]
-            *weighted, weight, unknown, targets, evaluated, count, undivided, refused = self._ranks.sums(
-                k * k + k + 8, sums
-            )
+        with self._ranks.whole(self._model) as parameters:
+            in_model = [_in_whole(parameters, direction) for direction in directions]
+            with self._ranks.exchange(k * k + k + 8) as rows:
+                parts += self._parts(in_model, batches, seed)
+                numbers = sum([part.numbers for part in parts], np.zeros(k * k + k + 5))
+                count = sum(examples(batch.x) for batch in batches)
+                rows.append([*numbers.tolist(), count, self.everything, not self.forward_mode])
+        totals: list[float] = np.sum(rows, axis=0).tolist()
+        *weighted, weight, unknown, targets, evaluated, count, undivided, refused = totals
         self.everything = undivided > 0
         self.forward_mode = refused == 0
         means = np.array(weighted) / weight
@@ -184,6 +179,11 @@ class LossModel:
     def _run_of(self, batch: Batch, subset: Subset, seed: int) -> Run:
         x = rows_of(batch.x, subset, next(self._model.parameters()).dtype)
         return partial(rerun, self._model, x, seed, batch.class_dim, self._head)
+
+
+def _in_whole(parameters: Mapping[Tensor, Tensor], direction: Mapping[Tensor, Any]) -> Direction:
+    """The direction in the whole parameters of a sharded model, from its slices; without any, as it is."""
+    return {parameters[p]: d.full_tensor() for p, d in direction.items()} if parameters else direction
 
 
 class _Part(NamedTuple):

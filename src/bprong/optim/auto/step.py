@@ -211,7 +211,9 @@ class Automatic(StepRule):
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
-        total, scale = self._ranks.sums(2, lambda: _totals(gradients.batches))
+        with self._ranks.exchange(2) as rows:
+            rows.append(_totals(gradients.batches))
+        total, scale = map(math.fsum, zip(*rows, strict=True))
         if math.isnan(scale) or not scale:
             return False
         loss = total / scale
