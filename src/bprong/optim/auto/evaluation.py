@@ -71,8 +71,8 @@ class LossModel:
             with self._ranks.exchange(k * k + k + 8) as rows:
                 parts += self._parts(in_model, batches, seed)
                 numbers = sum([part.numbers for part in parts], np.zeros(k * k + k + 5))
-                count = sum(examples(batch.x) for batch in batches)
-                rows.append([*numbers.tolist(), count, self.everything, not self.forward_mode])
+                length = sum(examples(batch.x) for batch in batches)
+                rows.append([*numbers.tolist(), length, self.everything, not self.forward_mode])
         totals: list[float] = np.sum(rows, axis=0).tolist()
         *weighted, weight, unknown, targets, evaluated, count, undivided, refused = totals
         self.everything = undivided > 0
