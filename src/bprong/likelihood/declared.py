@@ -71,7 +71,9 @@ def declared_loss(given: Declaration | None) -> Loss:
     if kind is None or not (isinstance(options, nn.Module) or options.keys() <= set(kind.options)):
         raise (ValueError if isinstance(given, str) else TypeError)(_refusal(given))
     function = kind.function.__name__
-    return Loss(f"F.{function}" if key is kind.function else name, kind.family(), kind, options, frozenset([function]))
+    if key is kind.function:
+        name = f"F.{function}"
+    return Loss(name, kind.family(), kind, options, frozenset([function]))
 
 
 def _refusal(given: object) -> str:

@@ -36,13 +36,15 @@ def rows_of_parts(
     rows = output.reshape(-1, width)[is_given]
     if len(given) != len(rows):
         return None
-    order = torch.arange(len(rows), device=rows.device)
-    stacked = order.view(len(inputs), -1).T.flatten() if len(rows) % len(inputs) == 0 else order  # in dimension 1
-    for candidate in (order, stacked):
-        if is_equal(given[candidate], rows):
-            y_of_all = y.new_full((len(is_given), *row), likelihood.ignore_index if not row else 0)
-            y_of_all[is_given] = y[candidate]
-            return y_of_all.reshape(*output.shape[:-1], *row), likelihood.reached(gradient)
+    orders = [torch.arange(len(rows), device=rows.device)]
+    if len(rows) % len(inputs) == 0:
+        orders.append(orders[0].view(len(inputs), -1).T.flatten())  # stacked in dimension 1
+    for order in orders:
+        if is_equal(given[order], rows):
+            y_of_all = y.new_full((len(is_given), *row), 0 if row else likelihood.ignore_index)
+            y_of_all[is_given] = y[order]
+            y_of_all = y_of_all.reshape(*output.shape[:-1], *row)
+            return y_of_all, likelihood.reached(gradient)
     return None
 
 
