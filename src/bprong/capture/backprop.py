@@ -1,27 +1,22 @@
-"""Errors δ: gradients at the output that stand for targets, propagated back to every recorded call.
-
-Also whether the recorded calls explain a weight's gradient.
-"""
+"""Errors δ: gradients at the output that stand for targets, propagated back to every recorded call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bprong.capture.calls import Call
+from bprong.capture.calls import Call, Calls
 from bprong.capture.request import Fisher
 from bprong.capture.tape import Output
 from bprong.likelihood.families import Likelihood, generator
-from bprong.linalg.moments import float64_copy, to_float64
 
 Take = Callable[[Call, Tensor], None]
-UNEXPLAINED = 2e-2  # relative; far above the rounding of float32, far below the effect of a use that was missed
 
 
 def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
@@ -75,31 +70,39 @@ class Graph:
 
     Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A layer
     without any may reach the loss in another way, such as a second head.
+
+    unexplained: the names of weights that are used in ways that were not recorded, e.g. an embedding multiplied by hand
+                 as the output layer, or a convolution transposed. The calls then tell only a part of what they do
     """
 
-    def __init__(self, output: Output, recorded: Iterable[Call]) -> None:
+    def __init__(self, output: Output, recorded: Calls) -> None:
         self.output = output
-        by_node: dict[Node, list[Call]] = {}
+        by_node: dict[Any, list[Call]] = {}
         for call in recorded:
             if call.edge is not None:
                 by_node.setdefault(call.edge.node, []).append(call)
-        visited: set[Node] = set()
-        leads: set[Node] = set()  # nodes that lead to a call
+        visited: set[Any] = set()
+        leads: set[Any] = set()  # nodes that lead to a call
         stack = [(edge.node, False) for edge in output.edges]
         while stack:
             node, is_finished = stack.pop()
-            following = [after for after, _ in node.next_functions if after is not None]
+            if node in recorded.behind:  # from a call to its input, and not to its weight
+                following = [recorded.behind[node]]
+            else:
+                following = [after for after, _ in node.next_functions]
             if is_finished and any(after in by_node or after in leads for after in following):
                 leads.add(node)
             if node not in visited:
                 visited.add(node)
                 stack.append((node, True))  # after those that it leads to
-                stack += [(after, False) for after in following]
+                stack += [(after, False) for after in following if after is not None]
         leading = {call for node in by_node.keys() & visited for call in by_node[node]}
         names = {call.weight.name for call in leading}
         self.calls = [call for call in recorded if call in leading or call.weight.name not in names]
         self._between = {node: calls for node, calls in by_node.items() if node in leads}
         self._last = [call for call in self.calls if call.edge is not None and call.edge.node not in leads]
+        trained = [weight for weight in recorded.recorded if weight.weight.requires_grad]
+        self.unexplained = {w.name for w in trained if get_gradient_edge(w.weight).node in visited}
 
     def send_back(self, root: Tensor, take: Take) -> None:
         """Propagate a gradient at the output back and give each call its δ, if one arrives there.
@@ -120,42 +123,6 @@ class Graph:
             if delta is not None:
                 take(call, delta)
 
-    def unexplained(self) -> set[str]:
-        """Return the names of weights that are used in ways that were not recorded.
-
-        The gradient of a weight must be Σ δ zᵀ over its calls; this is tested for a random function of the output. It
-        is not where a weight is also used otherwise, e.g. an embedding multiplied by hand as the output layer, or a
-        convolution transposed. The recorded calls then tell only a part of what the weight does.
-        """
-        trained = [call for call in self.calls if call.weight.weight.requires_grad and call.edge is not None]
-        if not trained or not self.output.edges:
-            return set()
-        weights = {call.weight.name: call.weight for call in trained}
-        products: dict[str, Tensor | int] = dict.fromkeys(weights, 0)
-
-        def take(call: Call, delta: Tensor) -> None:
-            if call.weight.name in products:
-                products[call.weight.name] += _product(call, delta)
-
-        root = normal(self.output.values)
-        self.send_back(root, take)
-        with ExitStack() as stack:
-            # Without the user's hooks on the gradients of parameters, which may change them, e.g. mask pruned weights.
-            for weight in weights.values():
-                hooks = weight.weight._backward_hooks
-                if hooks:
-                    stack.callback(hooks.update, dict(hooks))
-                    hooks.clear()
-            gradients = self.output.gradients(root, [get_gradient_edge(weight.weight) for weight in weights.values()])
-        names = set()
-        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            if gradient is not None:
-                expected = float64_copy(weight.matrix(gradient))
-                is_close = bool((expected - products[name]).norm() <= UNEXPLAINED * expected.norm())
-                if not is_close and expected.isfinite().all():
-                    names.add(name)
-        return names
-
 
 def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | None]) -> None:
     """Give calls their δ: a hook that runs before an operation is differentiated, with the gradients of its results."""
@@ -163,16 +130,3 @@ def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | Non
         delta = gradients[cast(GradientEdge, call.edge).output_nr]
         if delta is not None:
             take(call, delta)
-
-
-def _product(call: Call, delta: Tensor) -> Tensor:
-    """Return Σ δ zᵀ over the rows of a call: (out, in), or (groups, out, in) with several groups."""
-    blocks = call.weight.inputs
-    errors = to_float64(call.errors(delta.detach()))
-    total = errors.new_zeros(blocks.groups, errors.shape[-1], blocks.features)
-    for rows, z in call.inputs():
-        if call.weight.one_hot:
-            total[0].index_add_(1, z.to(total.device), errors[rows, 0].T)
-        else:
-            total += torch.einsum("rgo,rgi->goi", errors[rows], to_float64(z))
-    return total.squeeze(0)

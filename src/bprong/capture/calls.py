@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -86,17 +86,12 @@ class Call:
         for chunk in _in_chunks(self.errors(delta)):
             sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
-    def inputs(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield z in chunks that fit into memory, each with its rows: (rows, groups, in), or indices (rows,)."""
+    def inputs(self) -> Iterable[Tensor]:
+        """Return z in chunks that fit into memory: (rows, groups, in), or indices (rows,)."""
         blocks = self.weight.inputs
         if self.geometry is not None:
-            chunks: Iterable[Tensor] = patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
-        else:
-            chunks = _in_chunks(self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features))
-        start = 0
-        for chunk in chunks:
-            yield slice(start, start + len(chunk)), chunk
-            start += len(chunk)
+            return patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
+        return _in_chunks(self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features))
 
     def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
         """Add the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
@@ -104,12 +99,15 @@ class Call:
             real = ~self.ignored.flatten()
             counted = real if counted is None else counted & real
         expected = self.rows if counted is None else int(counted.sum())
-        for rows, chunk in self.inputs():
-            z = chunk if counted is None else chunk[counted[rows]]
+        start = 0
+        for z in self.inputs():
+            stop = start + len(z)
+            chunk = z if counted is None else z[counted[start:stop]]
+            start = stop
             if self.weight.one_hot:
-                sums.count(z, self.weight.inputs.count)
-            elif len(z):
-                sums.add(block_rows(z, self.weight.inputs), expected)
+                sums.count(chunk, self.weight.inputs.count)
+            elif len(chunk):
+                sums.add(block_rows(chunk, self.weight.inputs), expected)
 
 
 def _in_chunks(rows: Tensor) -> Sequence[Tensor]:
@@ -126,6 +124,7 @@ class Calls(list[Call]):
 
     recorded: the weights that are recorded; `weights` has those that torch's functions take by the id of their
               parameter, each with the view of it that they take
+    behind:   the operation that computed the input of each call, by the operation that computed its output
     empty:    the names of weights that were called without any row, e.g. experts that were given no example
     masks:    tensors that may be masks of positions: what the model and its attention are given
     retained: the tensors whose gradients were asked to be retained
@@ -139,6 +138,7 @@ class Calls(list[Call]):
         self.recorded = set(weights)
         self.weights: dict[int, list[tuple[WeightMatrix, Tensor]]] = {}
         self.empty: set[str] = set()
+        self.behind: dict[Node, Node | None] = {}
         self.masks: list[Tensor] = []
         self.retained: list[weakref.ref[Tensor]] = []
         self.opaque = False
@@ -188,6 +188,11 @@ class Calls(list[Call]):
         """
         if torch._C._functorch.is_batchedtensor(z):
             return
+        # If a view is changed in place, its history is that of its base from then on.
+        base = a if a._base is None or a._base.numel() != a.numel() else a._base
+        edge = get_gradient_edge(base) if a.requires_grad else None
+        if edge is not None:
+            self.behind[edge.node] = get_gradient_edge(z).node if z.requires_grad else None
         if z.numel() == 0:
             self.empty.add(weight.name)
             return
@@ -198,9 +203,6 @@ class Calls(list[Call]):
             z = z.to_dense()
         is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
         is_kept = is_kept and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # they may keep a copy
-        # If a view is changed in place, its history is that of its base from then on.
-        base = a if a._base is None or a._base.numel() != a.numel() else a._base
-        edge = get_gradient_edge(base) if a.requires_grad else None
         shape = a.values().shape if a.is_nested else a.shape
         self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
         self.note_masks(details.get("ignored"))

@@ -98,7 +98,6 @@ def measure(
     with recorded.quiet():
         for root in _roots(request, output.values, y, counted):
             graph.send_back(root, take)
-        unexplained = graph.unexplained() if request.verify else set()
     rows: Mapping[Call, Tensor] = {}
     if counted is not None or reached:
         rows = counted_rows(graph.calls, reached, counted, output.values.shape[:-1], recorded.masks)
@@ -111,7 +110,7 @@ def measure(
         z = inputs[name].moments() if inputs[name].rows else None
         delta = errors[name].moments(float(targets)) if errors[name].rows else None
         targets_measured = targets if name in request.errors else 0
-        measured[name] = LayerMoments(z, delta, name in called, name in unexplained, targets_measured)
+        measured[name] = LayerMoments(z, delta, name in called, name in graph.unexplained, targets_measured)
     return measured
 
 
