@@ -1,7 +1,8 @@
-"""The formulas of torch's recurrent cells, by the names of their fused functions.
+"""The formulas of torch's recurrent cells (LSTMCell, GRUCell, RNNCell), by the names of their fused functions.
 
-The fused functions do not show their pre-activations. In the formulas, a and r are the products of a cell's two weights
-with its input and with its state.
+The fused functions do not show their pre-activations, so `calls.py` replaces them by these formulas. a and r are the
+products of a cell's two weights with its input and with its state. nn.LSTM and nn.GRU, which are fused over time too,
+have none.
 """
 
 from __future__ import annotations

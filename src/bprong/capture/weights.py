@@ -5,8 +5,9 @@
 
 A `WeightMatrix` says how a parameter, and tensors shaped like it (its gradient, its momentum), form that matrix, and in
 which blocks its two sides are whitened. `KINDS` has the layers whose weights are known, and `FUNCTIONS` those functions
-of torch's that use them. Modules of other packages that compute the same are added by `register`. Parameters of all
-other modules follow the fallback rule.
+of torch's that use them. Modules of other packages that compute the same are added by `register`. Weights that layers
+share (tied weights) are left out by `covered_weights`; they and the parameters of all other modules follow the fallback
+rule.
 """
 
 from __future__ import annotations

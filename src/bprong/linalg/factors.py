@@ -1,7 +1,8 @@
 """Factors: the inverse (Ž+ε)⁻¹ of a damped second moment, in the form that is cheapest to apply.
 
 `Dense` is the exact inverse, by Cholesky: block by block, or coordinate by coordinate. Another form or another way to
-compute it is a file of its own, such as `low_rank.py`, with a subclass of `Factor` and a function that makes it.
+compute it is a file of its own, such as `low_rank.py`, with a subclass of `Factor` and a function that makes it. A side
+chooses between them, and the precision they are stored in is its layer's (`whitening/layer.py`: `solve` and `like`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BPRONG and PRONG for unmodified models: the paper's trajectories as ordinary torch optimizers."""
+"""BPRONG and PRONG for unmodified models, as ordinary torch optimizers: arguments, the choice of a step rule, state."""
 
 from __future__ import annotations
 

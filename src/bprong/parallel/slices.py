@@ -1,4 +1,4 @@
-"""What of a model each rank has: the factors of some layers and, under FSDP2, slices of all parameters.
+"""What of a model each rank has: the factors of some layers and, under FSDP2, slices of all parameters (DTensors).
 
 `torch.distributed.fsdp.fully_shard` replaces parameters by DTensors, of which each rank has a slice. Each layer is
 whitened by its owner: slices of gradients are sent to it, and slices of the direction come back. Passes of our own need

@@ -1,4 +1,4 @@
-"""A layer is two sides and a centre c; its gradients and directions in the coordinates of its matrix.
+"""A layer is two sides and a centre c: by which solver and in which precision its factors are made, and its steps.
 
     ΔW = −η (RᵀR) (g_W − g_b cᵀ) (UᵀU),   Δb = −η (RᵀR) g_b − ΔW c      with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
 

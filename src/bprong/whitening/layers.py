@@ -1,4 +1,4 @@
-"""The layers of a model by name, and their natural gradients as those of whole parameters.
+"""The layers of a model by name, those of equal shape stacked, and their natural gradients by whole parameter.
 
     (RᵀR)(g_W − g_b cᵀ)(UᵀU)  and  (RᵀR) g_b        with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
 
