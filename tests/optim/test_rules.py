@@ -86,8 +86,6 @@ def test_a_rule_that_undoes_its_last_update_ends_the_step():
     class Undoing(PlainDescent):
         blown_up = False
 
-        undoes = True
-
         def undo_if_blown_up_(self, gradients):
             return self.blown_up
 

@@ -155,7 +155,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for the inputs z and one for the errors δ of each layer."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("layer", no_wrap=True, overflow="ellipsis")
-    for heading in ("side", *(column.heading for column in COLUMNS.values()), "step"):
+    for heading in ("side", *(heading for heading, _ in COLUMNS.values()), "step"):
         table.add_column(heading, justify="left" if heading in ("side", "factor") else "right", no_wrap=True)
     for row in rows:
         for side, letter in zip(SIDES, "zδ", strict=True):

@@ -25,7 +25,7 @@ from bprong.optim.options import Options, Setup
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Directions, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirections
-from bprong.optim.stepping import Refusal, SteppingOptimizer, fallback_of, name_in
+from bprong.optim.stepping import SteppingOptimizer, fallback_of, name_in
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer, SideName
 from bprong.whitening.layers import Layers
@@ -153,20 +153,18 @@ class BPRONG(SteppingOptimizer):
             model, self._loss, head, self._meter,
             self._rule.reads_every_batch, self._rule.reruns(0),
         )  # fmt: skip
-        self._refusal = Refusal()
+        self._refused = 0
         self._started: float | None = None
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._forget()
 
     def _whitening_of(self, every: int | Periods | None) -> Whitening:
-        rule = self._rule
-        settings = self._options.settings(every, self._whitens_backward, rule.early_steps, rule.early_parts)
+        settings = self._options.settings(every, self._whitens_backward, self._rule)
         layers = self._layers()
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
-        schedule = Schedule(settings, layers)
-        return Whitening(self._loss.likelihood, layers, schedule, self._ranks)
+        return Whitening(self._loss.likelihood, layers, Schedule(settings, layers), self._ranks)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""

@@ -15,6 +15,7 @@ from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import MAX_DIM
 from bprong.optim.fallback import Fallback
+from bprong.optim.rules import Defaults
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import SideName, Solver
 from bprong.whitening.schedule import Mode, Periods, Settings
@@ -79,9 +80,7 @@ class Options:
         """The rule of parameters that are not whitened; rate: its learning rate, relative to the group's."""
         return Fallback(rate, self.fallback_betas)
 
-    def settings(
-        self, every: int | Periods | None, backward: bool, early_steps: tuple[int, ...], early_parts: tuple[int, ...]
-    ) -> Settings:
+    def settings(self, every: int | Periods | None, backward: bool, rule: Defaults) -> Settings:
         """The settings of the schedule; refuses what has no effect in the mode that was chosen."""
         if isinstance(every, Periods):
             periods = every
@@ -93,7 +92,7 @@ class Options:
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
         _refuse(periods.record_every is not None and is_by_drift, "record_every", 'it needs refresh="periodic"')
         overhead = OVERHEAD if every is None else None
-        return Settings(periods, self.fisher, self.average, self.seed, overhead, early_steps, early_parts)
+        return Settings(periods, self.fisher, self.average, self.seed, overhead, rule.early_steps, rule.early_parts)
 
 
 def _refuse(without_effect: bool, name: str, reason: str) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from bprong.capture.coverage import table
 from bprong.whitening.layer import SIDES, Layer, Side
 from bprong.whitening.refresh import Damper
 
+COLUMNS = {  # of each side, with the values of `side_values`: heading, explanation
+    "factor": ("factor", "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size"),
+    "directions": ("directions", "effective number of directions, tr(Ž)² / tr(Ž²)"),
+    "damping": ("ε", "what is added to each eigenvalue before it is inverted (mean)"),
+    "age": ("age", "steps since the factor was computed"),
+    "drift": ("drift", "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test"),
+}
 
-class Column(NamedTuple):
-    """A column of the report for each side of a layer: its heading, what that means, and its value.
 
-    value: from the side, the step t and the mean ε of the damping; None: it is not known
-    """
-
-    heading: str
-    explanation: str
-    value: Callable[[Side, int, float | None], Any]
+def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, Any]:
+    """Return the values of a side of a layer at step t, in the columns; None: not known yet."""
+    moments = side.moments
+    return {
+        "factor": f"{side.factor or 'identity'} {side.blocks}",
+        "directions": _directions(side),
+        "damping": None if moments is None else float(damping(layer, side).amounts(moments.variances).mean()),
+        "age": None if side.refreshed_at is None else t - side.refreshed_at,
+        "drift": side.last_drift,
+    }
 
 
 def _directions(side: Side) -> float | None:
@@ -33,33 +42,6 @@ def _directions(side: Side) -> float | None:
     return float(scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
 
 
-COLUMNS = {
-    "factor": Column(
-        "factor",
-        "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size",
-        lambda side, t, epsilon: f"{side.factor or 'identity'} {side.blocks}",
-    ),
-    "directions": Column(
-        "directions",
-        "effective number of directions, tr(Ž)² / tr(Ž²)",
-        lambda side, t, epsilon: _directions(side),
-    ),
-    "damping": Column(
-        "ε",
-        "what is added to each eigenvalue before it is inverted (mean)",
-        lambda side, t, epsilon: epsilon,
-    ),
-    "age": Column(
-        "age",
-        "steps since the factor was computed",
-        lambda side, t, epsilon: None if side.refreshed_at is None else t - side.refreshed_at,
-    ),
-    "drift": Column(
-        "drift",
-        "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test",
-        lambda side, t, epsilon: side.last_drift,
-    ),
-}
 RULE_NUMBERS = {  # of lr="auto": letter, explanation
     "alpha": ("α", "coefficient of the whitened direction"),
     "mu": ("μ", "coefficient of the last update"),
@@ -88,15 +70,14 @@ class Report:
 
     def __str__(self) -> str:
         headings = {"layer": "layer"}
-        for key, column in COLUMNS.items():
-            for side, letter in zip(SIDES, "zδ", strict=True):
-                headings[f"{side}_{key}"] = f"{column.heading} {letter}"
+        for key, (heading, _) in COLUMNS.items():
+            headings |= {f"{side}_{key}": f"{heading} {letter}" for side, letter in zip(SIDES, "zδ", strict=True)}
         headings["step_norm"] = "step"
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
         rows = [[cell(row.get(key)) for key in used] for row in self.layers]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
         shown = {key.partition("_")[2] for key in used}
-        lines += [f"{column.heading}: {column.explanation}" for key, column in COLUMNS.items() if key in shown]
+        lines += [f"{heading}: {explanation}" for key, (heading, explanation) in COLUMNS.items() if key in shown]
         if "step_norm" in used:
             lines.append("step: length of the weight's step at the last refresh")
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
@@ -126,11 +107,7 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
     """Return the row of a layer at step t."""
     row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
     for side in layer.sides:
-        epsilon = None
-        if side.moments is not None:
-            epsilon = float(damping(layer, side).amounts(side.moments.variances).mean())
-        for key, column in COLUMNS.items():
-            row[f"{side.name}_{key}"] = column.value(side, t, epsilon)
+        row |= {f"{side.name}_{key}": value for key, value in side_values(layer, side, t, damping).items()}
     return row
 
 

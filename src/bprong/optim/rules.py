@@ -133,12 +133,10 @@ class StepRule(ABC, Defaults):
     """Turns the gradients of a step into a change of the parameters.
 
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
-    undoes:             whether it may undo an update
     checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
     """
 
     reads_every_batch: bool = False
-    undoes: bool = False
     checks: bool = False
 
     @property

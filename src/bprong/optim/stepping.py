@@ -22,7 +22,6 @@ from bprong.capture.coverage import fallback_reasons
 from bprong.capture.listener import uninterrupted, without_autocast
 from bprong.capture.measure import Meter, timed
 from bprong.capture.recorder import Recorder
-from bprong.capture.tape import Batch
 from bprong.checks import unwrapped
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
@@ -44,6 +43,7 @@ class SteppingOptimizer(Optimizer):
     _observes:   whether the calls of the model are observed until the next step
     _takes_all:  whether parameters without a group are worth a warning
     _started:    when the first step was made
+    _refused:    how many steps were refused in a row
 
     Copies and pickles contain these attributes, and none that is not declared here.
     """
@@ -56,7 +56,7 @@ class SteppingOptimizer(Optimizer):
     _whitening: Whitening
     _meter: Meter
     _recorder: Recorder
-    _refusal: Refusal
+    _refused: int
     _observes: bool
     _takes_all: bool
     _started: float | None
@@ -98,11 +98,15 @@ class SteppingOptimizer(Optimizer):
         if self._observes:
             self._recorder.stop_watching()
             self._ranks.check()
-        if not gradients.values or (gradients.checked and not self._accepts(gradients)):
+        if not gradients.values:
+            return False
+        if gradients.checked and not self._accepts(gradients):
+            if gradients.t == 0:
+                self._prepare(gradients)
             return False
         if self._observes and not self._take_batches(gradients):
             return False
-        if rule.undoes and rule.undo_if_blown_up_(gradients):
+        if rule.undo_if_blown_up_(gradients):
             return False
         whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
@@ -114,7 +118,7 @@ class SteppingOptimizer(Optimizer):
             except NotFiniteError:
                 gradients.checked = True
                 return self._make(gradients)
-        self._refusal.count = 0
+        self._refused = 0
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
         return True
@@ -139,14 +143,33 @@ class SteppingOptimizer(Optimizer):
         )  # fmt: skip
 
     def _accepts(self, gradients: Gradients) -> bool:
-        """Whether the step may be made with these gradients."""
-        size = None
+        """Whether gradients are finite and, at the first step, not all zero."""
+        values = list(gradients.values.values())
+        slices = [local(g) for g in values] if gradients.sliced else values
         if self._rule.reads_every_batch:
             size, gradients.factor = self._recorder.scale.compare(gradients.values, self._ranks)
-        accepts = self._refusal.accepts(gradients, self._model, self._rule.undo_, size)
-        if not accepts and gradients.t == 0:
-            self._prepare(gradients)
-        return accepts
+        else:
+            size = sum(read(torch._foreach_norm(slices)))
+        if not math.isfinite(summed(size, values) if gradients.sliced else size):
+            names = []
+            for p, g in gradients.values.items():
+                if summed(float(not local(g).isfinite().all()), [g]):
+                    names.append(name_in(self._model, p))
+            if names:  # otherwise every number is finite, but the square of one overflows
+                self._refuse(gradients, names)
+                return False
+        self._refused = 0
+        return gradients.t > 0 or summed(any(bool(g.any()) for g in slices), values) > 0
+
+    def _refuse(self, gradients: Gradients, names: list[str]) -> None:
+        """Warns of gradients that are not finite, of the parameters of these names, or raises an error."""
+        self._refused += 1
+        message = f"step {gradients.t} refused: the gradient of {', '.join(names)} is not finite"
+        if self._refused >= PATIENCE:
+            raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
+        # Two in a row are not one bad batch but a bad step.
+        is_undone = self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
+        warn(f"{message}; {'the last update was undone' if is_undone else 'nothing was changed'}")
 
     def _prepare(self, gradients: Gradients) -> None:
         """Creates the states of the parameters, which distributed checkpoints ask for before they load them."""
@@ -180,19 +203,15 @@ class SteppingOptimizer(Optimizer):
         if self._started is None:  # what was measured in the first backward pass counts too
             self._started = time.perf_counter() - sum(whitening.seconds.values())
         if whitening.due or (whitening.unused and whitening.measures):
-            self._refresh(gradients.batches)
+            request = whitening.request()
+            with timed(whitening.seconds, "statistics"), self._ranks.whole(self._model) as parameters:
+                moments = partial(self._meter.moments, gradients.batches, request, parameters)
+                measured = whitening.measured(request, moments)
+            whitening.refresh(measured, self._rule.damping)
         if gradients.t == 0:
             warn_of_fallback(self._parameters, fallback_of(self._model, self._parameters, whitening))
         if gradients.noted and self._takes_all:
             self._takes_all = not warn_of_untrained(self._model, whitening.given)
-
-    def _refresh(self, batches: Sequence[Batch]) -> None:
-        """Refreshes the factors that are due, from the moments of these batches."""
-        whitening = self._whitening
-        request = whitening.request()
-        with timed(whitening.seconds, "statistics"), self._ranks.whole(self._model) as parameters:
-            measured = whitening.measured(request, partial(self._meter.moments, batches, request, parameters))
-        whitening.refresh(measured, self._rule.damping)
 
     def _forget(self) -> None:
         """After a step, whether it was made, undone or refused: forgets its batches, and prepares for the next."""
@@ -262,51 +281,3 @@ def warn_of_untrained(model: nn.Module, trained: set[Tensor]) -> bool:
             f"the optimizer with params=model.parameters(). If another optimizer trains them, choose with params="
         )
     return bool(names)
-
-
-# Gradients that are not finite ----------------------------------------------------------------------------------------
-
-
-class Refusal:
-    """Refuses gradients that are not finite: with a warning, and after several in a row with an error.
-
-    count: how many were refused in a row
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def accepts(
-        self,
-        gradients: Gradients,
-        model: nn.Module,
-        undo_: Callable[[Gradients], bool],
-        size: float | None = None,
-    ) -> bool:
-        """Whether gradients are finite and, at the first step, not all zero.
-
-        model:   whose parameters they belong to
-        undo_:   undoes the last update; True if there was one
-        size:    the sum of their norms, if known
-        """
-        values = list(gradients.values.values())
-        slices = [local(g) for g in values] if gradients.sliced else values
-        if size is None:
-            size = sum(read(torch._foreach_norm(slices)))
-        if math.isfinite(summed(size, values) if gradients.sliced else size):
-            self.count = 0
-            return gradients.t > 0 or summed(any(bool(g.any()) for g in slices), values) > 0
-        names = []
-        for p, g in gradients.values.items():
-            if summed(float(not local(g).isfinite().all()), [g]):
-                names.append(name_in(model, p))
-        if not names:  # every number is finite, but the square of one overflows
-            return True
-        self.count += 1
-        message = f"step {gradients.t} refused: the gradient of {', '.join(names)} is not finite"
-        if self.count >= PATIENCE:
-            raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
-        # Two in a row are not one bad batch but a bad step.
-        is_undone = self.count == PATIENCE - 1 and undo_(gradients)
-        warn(f"{message}; {'the last update was undone' if is_undone else 'nothing was changed'}")
-        return False

@@ -72,7 +72,6 @@ class Automatic(StepRule):
     """
 
     reads_every_batch = True
-    undoes = True
 
     def __init__(
         self,
