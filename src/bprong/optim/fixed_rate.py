@@ -72,9 +72,13 @@ class FixedRate(RuleWithDamping):
         rates = {p: float(group["lr"]) for p, group in groups.items()}
         natural = layers.natural_gradients(gradients.values)
         scale = self._scale(natural, rates, gradients, layers)
-        units = _follow_weights_(natural, rates, gradients, layers) if len(set(rates.values())) > 1 else rates
+        if weights := _weights_of_biases(rates, layers):
+            # They move by η_b d_b − η_W d_W c, also if their own rate is zero.
+            steps = layers.natural_gradients(gradients.values, rates)
+            rates |= {bias: rates[bias] or rates[weight] for bias, weight in weights.items()}
+            natural |= {bias: steps[bias] / rates[bias] for bias in weights}
         decay_(groups)
-        factors = {p: units[p] * (1.0 if groups[p]["momentum"] else scale) for p in natural}
+        factors = {p: rates[p] * (1.0 if groups[p]["momentum"] else scale) for p in natural}
         velocities = _make_(natural, factors, scale, gradients)
         if gradients.noted:
             note_lengths(velocities, layers, factors)
@@ -136,7 +140,7 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
     """
     values = gradients.values
     squares = {p: rate * rate for p, rate in rates.items()}
-    if len(set(rates.values())) > 1 and _weights_of_biases(rates, layers):
+    if _weights_of_biases(rates, layers):
         natural = layers.natural_gradients(values, squares)
         squares = dict.fromkeys(natural, 1.0)
     pairs = [(values[p], d) for p, d in natural.items()]
@@ -156,25 +160,10 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
 def _weights_of_biases(rates: Rates, layers: Layers) -> dict[Tensor, Tensor]:
     """The biases that have another learning rate than their weight, which moves them too; each with a weight."""
     weights: dict[Tensor, Tensor] = {}
-    for layer in layers.values():
+    for layer in layers.values() if len(set(rates.values())) > 1 else ():
         if layer.bias in rates and rates.get(layer.weight, rates[layer.bias]) != rates[layer.bias]:
             weights[layer.bias] = layer.weight
     return weights
-
-
-def _follow_weights_(
-    natural: dict[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers
-) -> Mapping[Tensor, float]:
-    """Replaces the natural gradients of biases whose weight has another rate; gives what each is multiplied by.
-
-    Such a bias moves by η_b d_b − η_W d_W c, also if its own rate is zero.
-    """
-    weights = _weights_of_biases(rates, layers)
-    steps = layers.natural_gradients(gradients.values, rates)
-    units = rates | {bias: rates[bias] or rates[weight] for bias, weight in weights.items()}
-    for bias in weights:
-        natural[bias] = steps[bias] / units[bias]
-    return units
 
 
 def _highest(group: Group) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -70,9 +70,8 @@ class Options:
             return options
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a bprong.optim.Options or a mapping, not {options!r}")
-        names = [field.name for field in fields(cls)]
-        unknown = [name for name in options or {} if name not in names]
-        if unknown:
+        names = cls.__dataclass_fields__
+        if unknown := [name for name in options or {} if name not in names]:
             raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(names)}")
         return cls(**options or {})
 
@@ -134,8 +133,8 @@ class Setup:
 
     def bound(self, default: float | None) -> float | None:
         """The bound on the length of a step; None: there is none."""
-        if self.max_step is None or self.max_step == "auto":
-            return None if self.max_step is None else default
+        if self.max_step == "auto":
+            return default
         if isinstance(self.max_step, str):
             raise ValueError(f'max_step must be a number above 0, "auto" or None, not {self.max_step!r}')
-        return positive("max_step", self.max_step)
+        return None if self.max_step is None else positive("max_step", self.max_step)

@@ -147,13 +147,10 @@ class Spectral(RuleWithDamping):
 
 def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
-    kinds: dict[float, list[Tensor]] = {}
+    averages = {}
     for p in parameters:
-        kinds.setdefault(gradients.groups[p]["momentum"], []).append(p)
-    corrected: dict[Tensor, Tensor] = {}
-    for momentum, members in kinds.items():
-        values = [gradients.values[p] for p in members]
-        averages = [kept(gradients.states[p], AVERAGE, p) for p in members]
-        torch._foreach_lerp_(averages, values, 1 - momentum)
-        corrected |= dict(zip(members, torch._foreach_lerp(values, averages, momentum), strict=True))
-    return corrected
+        momentum = gradients.groups[p]["momentum"]
+        average = kept(gradients.states[p], AVERAGE, p)
+        average.lerp_(gradients.values[p], 1 - momentum)
+        averages[p] = gradients.values[p].lerp(average, momentum)
+    return averages

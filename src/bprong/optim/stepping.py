@@ -257,11 +257,12 @@ def warn_of_fallback(parameters: Sequence[Tensor], reasons: Mapping[Tensor, str]
 
     reasons: why parameters are not whitened
     """
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
     counts: Counter[str] = Counter()
-    for p, reason in reasons.items():
-        if p.requires_grad and reason != SEEN_IN_PART:
-            counts[reason] += p.numel()
+    for p in parameters:
+        if p.requires_grad:
+            counts[reasons.get(p, "")] += p.numel()
+    trained = counts.total()
+    del counts[""], counts[SEEN_IN_PART]
     fraction = counts.total() / max(1, trained)
     if fraction > FALLBACK_LIMIT:
         warn(
