@@ -97,11 +97,11 @@ RULES = {
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_plain_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 9 modules, 130 calls and one read; spectral steps visit 10."""
+    """At most 9 modules, 120 calls and one read."""
     steps = Steps(**RULES[rule])
     for _ in range(3):
         steps.make()
-    assert_walk(steps, monkeypatch, modules=10 if rule == "spectral" else 9, calls=120, reads=1)
+    assert_walk(steps, monkeypatch, modules=9, calls=120, reads=1)
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")

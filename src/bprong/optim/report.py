@@ -17,6 +17,12 @@ COLUMNS = {  # of each side, with the values of `side_values`: heading, explanat
     "age": ("age", "steps since the factor was computed"),
     "drift": ("drift", "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test"),
 }
+RULE_NUMBERS = {  # of lr="auto": letter, explanation
+    "alpha": ("α", "coefficient of the whitened direction"),
+    "mu": ("μ", "coefficient of the last update"),
+    "lambda": ("λ", "damping"),
+    "ratio": ("actual/predicted", "decrease of the loss, relative to that of the quadratic model"),
+}
 
 
 def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, Any]:
@@ -40,14 +46,6 @@ def _directions(side: Side) -> float | None:
         return None
     squares = float(scatter.square().sum())
     return float(scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
-
-
-RULE_NUMBERS = {  # of lr="auto": letter, explanation
-    "alpha": ("α", "coefficient of the whitened direction"),
-    "mu": ("μ", "coefficient of the last update"),
-    "lambda": ("λ", "damping"),
-    "ratio": ("actual/predicted", "decrease of the loss, relative to that of the quadratic model"),
-}
 
 
 @dataclass(frozen=True)
