@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 from harness import training
 from harness.command_line import CommandLine
 from problems import sixty
@@ -71,9 +70,10 @@ def never_undone(self: AutoRule, *arguments: Any) -> bool:
     return True
 
 
-def plain_average(self: AutoRule, names: list[str], c: Any) -> Any:
-    before = np.array([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
-    return self.settings.keep * before + (1 - self.settings.keep) * c
+def plain_average(self: AutoRule, c: dict[str, float]) -> dict[str, float]:
+    keep = self.settings.keep
+    before = c | self.coefficients
+    return {name: keep * before[name] + (1 - keep) * x for name, x in c.items()}
 
 
 def part_without_slope_bound(self: AutoRule, alpha: float, length: float, slope: float) -> float:
@@ -81,7 +81,7 @@ def part_without_slope_bound(self: AutoRule, alpha: float, length: float, slope:
     return math.sqrt(bound / length) if length > bound else 1.0
 
 
-def averaged_over_all(self: AutoRule, names: list[str], c: Any) -> Any:
+def not_averaged(self: AutoRule, c: dict[str, float]) -> dict[str, float]:
     return c
 
 
@@ -104,7 +104,7 @@ VARIANTS: dict[str, list[Change]] = {
     "no trust (s = 1)": [{"least_trust": 1.0}],
     "no bound on ½dᵀFd": [{"bound_share": 1e30, "bound_nats": 1e30, "bound_late": 1e30}],
     "bound without nats (0.1 L)": [{"bound_share": 0.1, "bound_nats": 0.0}],
-    "no bound between evaluations": [(AutoRule, "_estimated_length", lambda self, c, slopes: 0.0)],
+    "no bound between evaluations": [(AutoRule, "_estimated_length", lambda self, c, slope: 0.0)],
     "no slope bound": [(AutoRule, "_allowed_part", part_without_slope_bound)],
     "first step as long as others": [{"caution": 1.0}],
     "no momentum Δ₀": [(NaturalDirections, "keeps_last_update", False)],
@@ -114,7 +114,7 @@ VARIANTS: dict[str, list[Change]] = {
     "no lower bound on D": [{"faint": 0.0}],
     "no early refreshes": [(NaturalDirections, "early_steps", ())],
     "no sampling error in ε": [{"sampling": 0.0}],
-    "no averages of α, β, μ": [(AutoRule, "_averaged", averaged_over_all)],
+    "no averages of α, β, μ": [(AutoRule, "_averaged", not_averaged)],
     "α not clamped": [(AutoRule, "_averaged", plain_average)],
     "no undo": [{"blow_up": 1e300}, (AutoRule, "update_damping", never_undone)],
     "no brake after an undo": [(AutoRule, "undone", unbraked)],

@@ -151,26 +151,22 @@ class LossModel:
             )
         if not subset.everything and batch.output is not None and output.shape != subset.rows(batch.output).shape:
             raise WhiteningError(f"{subset.count} of {subset.whole} examples give the shape {tuple(output.shape)}")
-        targets = None if batch.targets is None else batch.targets.select(subset.rows)
-        if targets is not None and batch.output is None:
+        targets = batch.targets and batch.targets.select(subset.rows)
+        if targets and batch.output is None:
             self._likelihood.check_targets(output, targets.y)
-        if targets is not None and targets.multiple == 0:  # none of them counts
+        if targets and targets.multiple == 0:  # none of them counts
             targets = None
         counted = None if targets is None else targets.counted
         with random_numbers(self._model, seed):  # for a likelihood that draws targets
             Q = curvature(network, self._likelihood, counted)
         if not np.isfinite(Q).all():
             raise WhiteningError("the model's output, or its change along the step, is not finite on this batch")
-        weight = 1.0
-        slopes = [0.0] * len(directions)
-        loss = 0.0
-        if targets is not None:
-            weight = targets.multiple
-            slopes = targets.slopes(output, network.along)
-            loss = targets.mean(output)
+        weight = targets.multiple if targets else 1.0
+        slopes = targets.slopes(output, network.along) if targets else [0.0] * len(Q)
+        loss = targets.mean(output) if targets else 0.0
 
         def loss_now() -> float:
-            return math.nan if targets is None else weight * targets.mean(run())
+            return weight * targets.mean(run()) if targets else math.nan
 
         weighted = weight * np.array([*Q.flat, *slopes, loss, 1.0])
         number = _counted_targets(self._likelihood, output, counted)
@@ -206,16 +202,17 @@ def evaluated_subsets(
     Targets are counted, because an example may have many: a sequence has one for each token, an image one for each
     pixel. Never a single example of several, because BatchNorm needs a variance.
     """
-    lengths = [examples(batch.x) for batch in batches]
-    enough = total = sum(lengths)
-    if not everything:
-        targets = 0
-        for batch, length in zip(batches, lengths, strict=True):
-            targets += length if batch.output is None else _counted_targets(likelihood, batch.output, batch.counted)
-        fewest = math.ceil(SETTINGS.evaluated_least / ranks * total / max(1, targets))
-        enough = min(total, max(int(SETTINGS.evaluated_part * total), fewest, 2))
+    total = 0
+    targets = 0
+    for batch in batches:
+        length = examples(batch.x)
+        total += length
+        targets += length if batch.output is None else _counted_targets(likelihood, batch.output, batch.counted)
+    fewest = math.ceil(SETTINGS.evaluated_least / ranks * total / max(1, targets))
+    enough = total if everything else min(total, max(int(SETTINGS.evaluated_part * total), fewest, 2))
     subsets = []
-    for batch, length in zip(batches, lengths, strict=True):
+    for batch in batches:
+        length = examples(batch.x)
         count = min(enough, length)
         if count > 1 or count == length > 0 or len(batches) == 1:
             subsets.append((batch, Subset.of(batch, count)))

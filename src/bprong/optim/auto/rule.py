@@ -7,11 +7,10 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
 
 - Trust: the slope along Δ is multiplied by s ≤ 1. Δ contains the noise of its own batch, so ∇LᵀΔ promises a larger
   decrease than other data show; the gradient of the next batch tells how much larger.
-- Bounds: the step's ½dᵀFd, by how much the predictions change, is at most a part of the loss; −α ∇LᵀΔ is at most twice
-  the loss.
-- Damping: λ, split between Ž and D by their mean eigenvalues, doubles if the loss fell by less than a quarter of what
-  the model predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
-- Averages: α, β and μ are averaged over evaluations: at the first ten steps, at every tenth, later as run time allows.
+- Bounds: ½dᵀFd, the change of the predictions, is at most a part of the loss, and −α ∇LᵀΔ at most twice the loss.
+- Damping: λ, split between Ž and D by their mean eigenvalues, rises if the loss fell by much less than the model
+  predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
+- Averages: α, β and μ are averaged over evaluations: the first ten steps, every tenth, later as run time allows.
 - Undo: if the loss blew up, the last update is undone, and the next ones go less far.
 """
 
@@ -44,8 +43,7 @@ class AutoSettings:
     initial_lambda    λ at the start
     well              the ratio of the actual to the predicted decrease above which λ falls; it rises below 1 − well
     raise_lambda      the factor by which λ rises
-    lower_lambda      the factor by which λ falls,
-    leave_plateau     and by which it falls on a plateau:
+    lower_lambda      the factor by which λ falls; `leave_plateau` is that on a plateau:
     plateau           where dᵀFd / λ‖d‖² is below this, so that λ alone limits a step
     faint             a lower bound on D's mean eigenvalue, relative to λ, for outputs whose errors vanish
     sampling          times tr/N, added to ε: the sampling error of eigenvalues from N observations
@@ -97,14 +95,12 @@ SETTINGS = AutoSettings()
 class Evaluation:
     """What was measured of a step along some directions, of which Δ is the first.
 
-    Q         (k, k) dᵢᵀ F dⱼ
-    G         (k, k) dᵢᵀ dⱼ, which λ multiplies
+    Q, G      (k, k) dᵢᵀ F dⱼ and dᵢᵀ dⱼ, which λ multiplies
     penalty   (k, k) the curvature of the penalty on parameters that weight decay is
     loss      the mean −log p of a target; None: the targets are not known
-    slopes    (k,) its derivatives along the directions, on the examples that Q is of; zero if it is not known
-    targets   the number of targets of these examples
-    part      the part of all examples that they are
-    loss_now  computes the loss again, at the current parameters, on the same examples and random numbers
+    slopes    (k,) its derivatives along the directions
+    targets   the number of targets of the examples that this is of, which are this `part` of all examples
+    loss_now  computes the loss at the current parameters, on the same examples and random numbers
     """
 
     Q: Array
@@ -126,8 +122,7 @@ class AutoState:
                      averages of the decrease along Δ that the next batch showed, and that its own batch promised
     caution          the part of the bound on ½dᵀFd that is allowed; it doubles with each good step
     brake            times s: below one after an undone update, until the next batch would have gone further
-    brake_safe       half of the brake at which an update was last undone: up to there the brake is released fast, and
-                     beyond it slowly
+    brake_safe       half of the brake at which an update was last undone, up to which the brake is released fast
     loss             the averaged loss, as mean −log p of a target; `first_loss` is the first one
     coefficients     α, β and μ
     length           ½dᵀFd of the last step, measured or estimated
@@ -178,7 +173,7 @@ class AutoRule(AutoState):
     def evaluates(self, t: int) -> bool:
         """Whether the quadratic model is evaluated at step t: always while less than the whole bound is allowed."""
         every = self.settings.evaluate_every
-        period = every if self.period is None or t < 10 * every else max(every, self.period)
+        period = every if t < 10 * every else max(every, self.period or 0)
         cautious = self.caution < 1 and self.loss is not None
         return t < self.evaluate_until or cautious or t % period == 0
 
@@ -187,23 +182,21 @@ class AutoRule(AutoState):
     def damping(self, layer: Layer, side: Side) -> Damping | None:
         """λ's part in a side: ε₁ε₂ = λ, in the proportion of the sides' mean eigenvalues; more if observations are few.
 
-        None if the user set the damping, or before the side was measured.
+        None: the user set the damping, or the side was not measured yet.
         """
         if self.damping_given or side.mean_eigenvalue is None:
             return None
-        forward = layer.forward.mean_eigenvalue or 0.0
-        z = forward if forward > 0 else 1.0
+        z = layer.forward.mean_eigenvalue or 1.0
         d = 1.0
         observations = side.observations
         if layer.backward.mean_eigenvalue is not None:
             d = max(layer.backward.mean_eigenvalue, self.settings.faint * self.lam)
             observations = layer.backward.observations
         of_side, of_other = (z, d) if side.of_inputs else (d, z)
-        epsilon = math.sqrt(self.lam * of_side / of_other)
-        if side.of_inputs and layer.linear.one_hot:
-            return Damping(epsilon)
         sampling = self.settings.sampling * side.blocks.size * side.blocks.count / observations
-        return Damping(epsilon + sampling * of_side)
+        if side.of_inputs and layer.linear.one_hot:
+            sampling = 0.0
+        return Damping(math.sqrt(self.lam * of_side / of_other) + sampling * of_side)
 
     def update_damping(self, evaluation: Evaluation, c: Parts, change: float) -> bool:
         """Adapts λ to what the loss did. False: it rose so much, or is not finite, that the step is to be undone."""
@@ -212,7 +205,8 @@ class AutoRule(AutoState):
         predicted = float(evaluation.slopes @ x + x @ evaluation.Q @ x / 2)
         self.ratio = change / predicted if predicted < 0 else None
         good = math.isfinite(change) and change <= 2 * self._bound()
-        self.caution = min(1.0, 2 * self.caution) if good else self.caution
+        if good:
+            self.caution = min(1.0, 2 * self.caution)
         if not good or (self.ratio is not None and self.ratio < 1 - settings.well):
             self.lam *= settings.raise_lambda
         elif self.ratio is not None and self.ratio > settings.well:
@@ -241,46 +235,59 @@ class AutoRule(AutoState):
     def choose(self, t: int, slopes: Parts, evaluation: Evaluation | None, lr: float = 1.0) -> Parts:
         """The coefficients of a step.
 
-        slopes:     of the loss along the directions, penalty included; between evaluations that of Δ alone is needed
-        evaluation: of this step; None: the coefficients of the last one hold
-        lr:         the group's lr, a multiplier on α and β
+        slopes:      of the loss along the directions, penalty included; between evaluations that of Δ is enough
+        evaluation:  None: the coefficients of the last one hold
+        lr:          a multiplier on α and β
         """
+        slope = slopes["whitened"]
         if evaluation is not None:
             self._note_loss(evaluation)
-            if any(slopes.values()):  # a gradient of zero says nothing
-                return self._evaluated(t, slopes, evaluation, lr)
-        c = _at_rate(lr, self.coefficients)
-        length = self._estimated_length(c, slopes)
-        part = self._allowed_part(c.get("whitened", 0.0), length, slopes["whitened"])
-        self.length = length * part**2
+            if any(slopes.values()):
+                self._minimise(t, slopes, evaluation)
+            else:  # a gradient of zero says nothing
+                evaluation = None
+        if not self.coefficients:
+            return {}
+        # Δ₀ contains the learning rate already.
+        c = {name: x if name == "last" else x * lr for name, x in self.coefficients.items()}
+        if evaluation is None:
+            length = self._estimated_length(c, slope)
+            part = self._allowed_part(c["whitened"], length, slope)
+            self.length = length * part**2
+        else:
+            Q = evaluation.Q
+            x = np.array(list(c.values()))
+            part = self._allowed_part(c["whitened"], float(x @ Q @ x) / 2, slope)
+            x = x * part
+            self.length = float(x @ Q @ x) / 2
+            self.slope_change = float((Q + evaluation.penalty)[0] @ x)
+            self.curvature_ratio = 2 * self.length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
         return {name: x * part for name, x in c.items()}
 
-    def _evaluated(self, t: int, slopes: Parts, evaluation: Evaluation, lr: float) -> Parts:
-        """The coefficients that minimise the quadratic model, averaged and within the bounds."""
-        Q, G, penalty = evaluation.Q, evaluation.G, evaluation.penalty
+    def _minimise(self, t: int, slopes: Parts, evaluation: Evaluation) -> None:
+        """Takes the coefficients that minimise the quadratic model, within the bounds, into the averages."""
+        Q = evaluation.Q
         self.slope = slopes["whitened"]
+        self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
         b = np.array(list(slopes.values()))
         b[0] *= self.trust * self.brake
         limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
-        c = minimiser(Q + penalty + self.lam * G, b, [limits.get(name, math.inf) for name in slopes])
-        c = self._allowed(c, Q)
-        if t >= self.evaluate_until:
-            c = self._averaged(list(slopes), c)
-        self.coefficients = dict(zip(slopes, c.tolist(), strict=True))
-        c = self._allowed(np.array(list(_at_rate(lr, self.coefficients).values())), Q)
-        self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
-        self.length = float(c @ Q @ c) / 2
-        self.slope_change = float((Q + penalty)[0] @ c)
-        self.curvature_ratio = 2 * self.length / max(self.lam * float(c @ G @ c), 1e-300)
-        return dict(zip(slopes, c.tolist(), strict=True))
+        A = Q + evaluation.penalty + self.lam * evaluation.G
+        c = minimiser(A, b, [limits.get(name, math.inf) for name in slopes])
+        c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
+        coefficients = dict(zip(slopes, c.tolist(), strict=True))
+        self.coefficients = coefficients if t < self.evaluate_until else self._averaged(coefficients)
 
-    def _averaged(self, names: list[str], c: Array) -> Array:
+    def _averaged(self, c: Parts) -> Parts:
         """The average of c with the coefficients before. α is clamped first, and afterwards at most twice its value."""
-        before = np.array([self.coefficients.get(name, x) for name, x in zip(names, c.tolist(), strict=True)])
-        if before[0] > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
-            c[0] = min(max(c[0], before[0] / self.settings.clamp), before[0] * self.settings.clamp)
-        mean: Array = self.settings.keep * before + (1 - self.settings.keep) * c
-        mean[0] = min(mean[0], 2 * c[0])  # a small α of this batch counts at once
+        keep = self.settings.keep
+        clamp = self.settings.clamp
+        before = c | self.coefficients
+        alpha = before["whitened"]
+        if alpha > 0:  # α of one batch may be an outlier, for example if the batch is fitted already
+            c["whitened"] = min(max(c["whitened"], alpha / clamp), alpha * clamp)
+        mean = {name: keep * before[name] + (1 - keep) * x for name, x in c.items()}
+        mean["whitened"] = min(mean["whitened"], 2 * c["whitened"])  # a small α of this batch counts at once
         return mean
 
     def _note_loss(self, evaluation: Evaluation) -> None:
@@ -294,14 +301,11 @@ class AutoRule(AutoState):
 
     # Bounds -----------------------------------------------------------------------------------------------------------
 
-    def _allowed(self, c: Array, Q: Array) -> Array:
-        return c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
-
     def _allowed_part(self, alpha: float, length: float, slope: float) -> float:
         """The part of a step that keeps ½dᵀFd within its bound, and −α ∇LᵀΔ within twice the loss.
 
-        The minimum of a quadratic model decreases it by half of −α ∇LᵀΔ, and the loss cannot fall below zero. A slope
-        that promises more comes from something that F does not describe.
+        The minimum of a quadratic model lies half of that lower, and the loss cannot fall below zero: a slope that
+        promises more comes from something that F does not describe.
         """
         bound = self._bound() * self.caution
         part = math.sqrt(bound / length) if length > bound else 1.0
@@ -321,11 +325,11 @@ class AutoRule(AutoState):
         """The averaged loss; infinite if it is unknown, or if its least value is."""
         return self.loss if self.loss is not None and self.loss >= 0 and self.nll_bounded else math.inf
 
-    def _estimated_length(self, c: Parts, slopes: Parts) -> float:
+    def _estimated_length(self, c: Parts, slope: float) -> float:
         """½dᵀFd between evaluations: curvature along Δ goes with its slope, along Δ₀ with that of the last step."""
-        steeper = max(0.0, slopes["whitened"] / min(self.slope, -1e-300))
-        curvature = {name: x * (steeper if name == "whitened" else 1.0) for name, x in self.curvature.items()}
-        curvature["last"] = 2 * self.length
+        steeper = max(0.0, slope / min(self.slope, -1e-300))
+        along_new = self.curvature["whitened"] * steeper
+        curvature = {**self.curvature, "whitened": along_new, "last": 2 * self.length}
         return sum(x**2 * curvature[name] for name, x in c.items()) / 2
 
     # Undoing ----------------------------------------------------------------------------------------------------------
@@ -345,8 +349,3 @@ class AutoRule(AutoState):
         self.brake *= part
         self.coefficients = {name: x / 2 for name, x in self.coefficients.items()}
         self.length = 0.0
-
-
-def _at_rate(lr: float, c: Parts) -> Parts:
-    """Coefficients times the learning rate, which Δ₀ contains already."""
-    return {name: x if name == "last" else x * lr for name, x in c.items()}

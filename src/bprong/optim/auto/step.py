@@ -20,7 +20,7 @@ from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Pa
 from bprong.optim.fallback import Fallback
 from bprong.optim.fixed_rate import natural_damping
 from bprong.optim.options import Setup
-from bprong.optim.rules import Direction, Directions, Gradients, Group, StepRule, dot, note_lengths
+from bprong.optim.rules import Direction, Directions, Gradients, Group, StepRule, dot, kept, note_lengths
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
@@ -96,10 +96,9 @@ class Automatic(StepRule):
     @classmethod
     def of(cls, setup: Setup, kind: type[Directions]) -> Automatic:
         likelihood = setup.loss.likelihood
-        bound = setup.bound(None)
         rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
-            most=math.inf if bound is None else bound**2 / 2,
+            most=(setup.bound(None) or math.inf) ** 2 / 2,
             nll_bounded=likelihood.nonnegative,
         )
         loss_model = LossModel(setup.model, likelihood, setup.head, setup.ranks)
@@ -125,8 +124,7 @@ class Automatic(StepRule):
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         self.directions.by_kind(gradients, layers, dict.fromkeys(gradients.values, 0.0))
-        for p in gradients.values:
-            gradients.states[p] |= {LAST: torch.zeros_like(p), LAST_LR: 0.0}
+        _last_update_(gradients)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
@@ -138,7 +136,7 @@ class Automatic(StepRule):
         lr = max([float(group["lr"]) for group in gradients.groups.values()])
         rates = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in gradients.groups.items()}
         directions: dict[str, Direction] = {**self.directions.by_kind(gradients, layers, rates)}
-        if last and self.moved and self.directions.keeps_last_update:
+        if self.moved and self.directions.keeps_last_update:
             directions["last"] = last
         measured = {"whitened": directions["whitened"]}
         evaluation = None
@@ -147,10 +145,10 @@ class Automatic(StepRule):
             evaluation = self._evaluated(directions, gradients, layers)
         slopes = {name: dot(gradients.values, d) for name, d in measured.items()}
         c = rule.choose(gradients.t, slopes, evaluation, lr)
-        update = _update_(last, directions, c, gradients)
-        self.moved = list(update)
+        _update_(last, directions, c)
+        self.moved = list(last)
         if gradients.noted:
-            note_lengths(update, layers)
+            note_lengths(last, layers)
         self.pending = {} if evaluation is None else directions["whitened"]
         if evaluation is not None and evaluation.loss is not None:
             change = evaluation.loss_now() - evaluation.loss
@@ -282,28 +280,20 @@ def _last_update_(gradients: Gradients) -> dict[Tensor, Tensor]:
     last = {}
     for p, group in gradients.groups.items():
         state = gradients.states[p]
+        last[p] = kept(state, LAST, p)
+        before = state.get(LAST_LR, 0.0)
         lr = float(group["lr"])
-        if LAST in state:
-            if state[LAST].dtype is not p.dtype:  # the model was converted
-                state[LAST] = state[LAST].to(p.dtype)
-            if lr < state[LAST_LR]:
-                state[LAST].mul_(lr / state[LAST_LR])
-            last[p] = state[LAST]
+        if lr < before:
+            last[p].mul_(lr / before)
         state[LAST_LR] = lr
     return last
 
 
-def _update_(
-    last: dict[Tensor, Tensor], directions: Mapping[str, Direction], c: Parts, gradients: Gradients
-) -> dict[Tensor, Tensor]:
-    """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀; gives Δ₀."""
-    for p in gradients.groups:
-        if p not in last:
-            last[p] = gradients.states[p][LAST] = torch.zeros_like(p)
+def _update_(last: Direction, directions: Mapping[str, Direction], c: Parts) -> None:
+    """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀."""
     updates = list(last.values())
     torch._foreach_mul_(updates, c.get("last", 0.0))
     for name in ("whitened", "adam"):
         for p, d in directions.get(name, {}).items():
             last[p].add_(d.to(p.dtype), alpha=c.get(name, 0.0))
     torch._foreach_add_(list(last), updates)
-    return last
