@@ -178,7 +178,7 @@ class Meter:
         for i, batch in enumerate(() if measured else batches):
             weights = {}
             for weight, centre in request.weights.items():
-                if (batch.measured is None or weight.name not in called) and has_gradient(weight):
+                if batch.measured is None or (weight.name not in called and has_gradient(weight)):
                     weights[weight.of(parameters)] = centre
             again: Mapping[str, LayerMoments] = {}
             if batch.x is not None and weights:
