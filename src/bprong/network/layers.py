@@ -191,7 +191,7 @@ class WhitenedLayer(nn.Module):
                 if prefix + name in state_dict:
                     state_dict[f"{prefix}{name}_dagger"] = state_dict.pop(prefix + name)
             for name, value in self._ordinary_coordinates(W).items():
-                if name in self.state_dict():
+                if getattr(self, name) is not None:
                     state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
 
