@@ -117,6 +117,26 @@ def test_second_moments_alone_give_the_same_block_measures(bias, backward, monke
         assert cheap["layers"][name] == pytest.approx(sides, rel=1e-6)
 
 
+def test_a_stock_layer_of_any_width_is_one_block_and_padded_rows_count():
+    """Wider than what is whitened as one block; and a mask of positions does not take rows away."""
+    wide = nn.Sequential(nn.Linear(3, 5000), nn.Linear(5000, 2)).double()
+    first, second = fisher_factors(wide, torch.randn(2, 3, dtype=torch.float64), "cross_entropy")
+    assert first.delta.shape == (2, 2, 1, 5000)
+    assert second.z_bar.shape == (2, 1, 5001)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    padding = torch.zeros(4, 5, dtype=torch.bool)
+    padding[:, 3:] = True
+    factors = fisher_factors(layer, (x, None, padding), "mse")
+    assert [tuple(one.z_bar.shape) for one in factors] == [(4, 5, 9), (4, 5, 17)]
+
+
+def test_a_layer_that_is_called_twice_is_refused():
+    shared = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="0 is called more than once"):
+        bprong.audit(nn.Sequential(shared, nn.ReLU(), shared), torch.randn(4, 3), "mse")
+
+
 def test_measures_of_known_eigenvalues():
     m = identity_measures(torch.tensor([4.0, 1.0, 1.0, 0.0], dtype=torch.float64))
     assert m["distance"] == pytest.approx((9 + 1) ** 0.5 / 2)

@@ -10,6 +10,7 @@ over x.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 
 from bprong.capture.measure import record
 from bprong.capture.request import LayerMoments, Request
-from bprong.capture.weights import WeightMatrix, weight_matrix_of
+from bprong.capture.weights import WeightMatrix, weight_matrices_of, weight_matrix_of
 from bprong.likelihood.declared import Declaration, declared_loss
-from bprong.linalg.moments import Moments, finite, float64_copy
+from bprong.linalg.moments import Limits, Moments, finite, float64_copy
 from bprong.network.layers import WhitenedLinear
 
 EXACT_UP_TO = 3000  # parameters: a matrix of 72 MB, and a few seconds for its eigenvalues
@@ -58,21 +59,19 @@ class FisherFactors:
 def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFactors]:
     """Return z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model stays as it was.
 
-    Convolutions, and layers too wide to be whitened in one block, are left out.
+    Convolutions, and layers that are whitened in several blocks, are left out. The errors of all examples are stored.
     """
-    weights = {weight_matrix_of(name, module): False for name, module in model.named_modules() if _is_supported(module)}
+    weights = {}  # whose z is not centred
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            weights[weight_matrices_of(name, module, Limits(sys.maxsize))[0]] = False
+        elif isinstance(module, WhitenedLinear) and not (module.forward_blocks.lead or module.backward_blocks.lead):
+            weights[weight_matrix_of(name, module)] = False
     if not weights:
         raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
     names = {weight.name for weight in weights}
     measured = record(model, Request(weights, names, names, declared_loss(loss).likelihood, "exact", rows=True), x)
     return [_factors(weight, measured[weight.name]) for weight in weights if measured[weight.name].delta is not None]
-
-
-def _is_supported(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with both sides in one block."""
-    if isinstance(module, WhitenedLinear):
-        return not (module.forward_blocks.lead or module.backward_blocks.lead)
-    return type(module) is nn.Linear
 
 
 def _factors(weight: WeightMatrix, measured: LayerMoments) -> FisherFactors:
@@ -95,12 +94,7 @@ def _factors(weight: WeightMatrix, measured: LayerMoments) -> FisherFactors:
 
 def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
     """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates."""
-    return _sides(fisher_factors(model, x, loss))
-
-
-def _sides(layers: Sequence[FisherFactors]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return E[z̄z̄ᵀ] and E[δδᵀ] of each layer."""
-    return {layer.name: (layer.Z(layer), layer.D(layer)) for layer in layers}
+    return {layer.name: (layer.Z(layer), layer.D(layer)) for layer in fisher_factors(model, x, loss)}
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -167,7 +161,7 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     (8, ['block', 'exact', 'kronecker'])
     """
     layers = fisher_factors(model, x, loss)
-    sides = _sides(layers)
+    sides = {layer.name: (layer.Z(layer), layer.D(layer)) for layer in layers}
     sizes = [layer.parameters for layer in layers]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if sum(sizes) <= EXACT_UP_TO:
