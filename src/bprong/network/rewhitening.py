@@ -135,12 +135,11 @@ class Rewhitening:
         with uninterrupted():
             if self._mu and self._ranks.size > 1:
                 raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
-            if not self._schedule.is_due:
-                self._schedule.t += 1
-                return []
-            refreshed = self._rewhiten(*(self._samples or (x, y)))
+            is_due = self._schedule.is_due
+            refreshed = self._rewhiten(*(self._samples or (x, y))) if is_due else []
             self._schedule.t += 1
-            self._schedule.plan()
+            if is_due:
+                self._schedule.plan()
             return refreshed
 
     def _rewhiten(self, x: Any, y: Tensor | None) -> list[Refresh]:
@@ -153,8 +152,8 @@ class Rewhitening:
         updated = update(self._layers, measured, self._schedule.settings.average)
         for layer in trained:
             for side in layer.sides:
-                waits = side in updated or side.name in self._tracks[layer.name]
-                if side.name in self._schedule.refreshed and not waits:
+                is_missed = side not in updated and side.name not in self._tracks[layer.name]
+                if is_missed and side.name in self._schedule.refreshed:
                     layer.warn(
                         side, "no statistics reached it; is it used, and not detached, when the model is called?"
                     )
