@@ -47,9 +47,7 @@ def with_loss_inside(call: Batch, model: nn.Module, loss: Loss, head: Head) -> t
         if not losses or not any(value.requires_grad for value in values):
             return call, False
         gradients = torch.autograd.grad(values[0], run.parts, allow_unused=True, materialize_grads=True)
-    for each in losses:
-        _, each.gradient = each.arrived
-    arrived = [each for each in losses if each.gradient is not None]
+    arrived = [each for each in losses if each.count(each.gradients)]
     batch = call.with_targets(loss, [part.detach() for part in run.parts], arrived, lambda: gradients)
     if batch.targets is None:
         return batch, True

@@ -197,7 +197,8 @@ class Recorder:
         if is_new:
             self.reached.append(tape)
             tape.gradients = {}
-        tape.count_losses(task, afresh=is_new)
+            tape.tasks = set()
+        tape.tasks.add(task)
         if accumulates and self.reads:
             self.scale.expect(list(self.model.parameters()))
         tape.task = task

@@ -265,7 +265,8 @@ class Tape:
     gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
     measured:   the moments of its layers
     number:     which of the results of its operation the output is, if that is where a hook is
-    task:       the backward pass that reached it last, and whether that pass added to `.grad`
+    tasks:      the backward passes that count
+    task:       the one that reached it last, and whether that pass added to `.grad`
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -281,6 +282,7 @@ class Tape:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
     number: int | None = None
+    tasks: set[int] = field(default_factory=set)
     task: int = -1
     accumulated: bool = False
 
@@ -321,20 +323,12 @@ class Tape:
                 losses.append(call)
         self.losses = losses
 
-    def count_losses(self, task: int, afresh: bool) -> None:
-        """Count the gradients that a backward pass brought to the losses; afresh: only these."""
-        for call in self.losses:
-            number, gradient = call.arrived
-            if afresh and not (number == task and gradient is None):  # not counted yet, for another call of the model
-                call.gradient = None
-            call.count(task)
-
     def batch(self, loss: Loss, head: Head) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
         batch = Batch(self.arguments, measured=self.measured)
         if self.output is None:
             return batch
-        arrived = [call for call in self.losses if call.gradient is not None]
+        arrived = [call for call in self.losses if call.count(self.tasks)]
         declared = [call for call in arrived if call.is_declared]
         losses = declared or [call for call in arrived if call.function in head.functions]
         return batch.with_targets(loss, self.output.parts, losses, lambda: self._gradients(head))

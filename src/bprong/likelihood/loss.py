@@ -9,8 +9,8 @@ that the user's backward pass brings to its value. `declared.py` has what may be
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any, NamedTuple, cast
 
@@ -212,8 +212,8 @@ class LossCall:
     value:    what it returned, detached
     is_declared: whether it was made by the declared module
     is_whole: whether its input is the output of a model, all of it
-    arrived:  the last backward pass that reached it, and the gradient of the user's loss at its value in that pass
-    gradient: this gradient, summed over the backward passes that count; None: none has arrived
+    gradients: of the user's loss at its value, by the number of the backward pass that brought it
+    gradient: the sum of those of the backward passes that count; None: none has arrived
     """
 
     kind: Kind
@@ -223,7 +223,7 @@ class LossCall:
     value: Tensor
     is_declared: bool = False
     is_whole: bool = False
-    arrived: tuple[int, Tensor | None] = (-1, None)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
 
     @property
@@ -231,16 +231,11 @@ class LossCall:
         """The name of the function in torch.nn.functional."""
         return self.kind.function.__name__
 
-    def arrive(self, task: int, gradient: Tensor) -> None:
-        """Notes the gradient that a backward pass brings to the value; task: the number of that pass."""
-        self.arrived = (task, gradient.detach())
-
-    def count(self, task: int) -> None:
-        """Adds the gradient of a backward pass, if that has reached this call."""
-        number, gradient = self.arrived
-        if number == task and gradient is not None:
-            self.gradient = gradient if self.gradient is None else self.gradient + gradient
-            self.arrived = (task, None)
+    def count(self, tasks: Container[int]) -> bool:
+        """Sum the gradients of these backward passes; return whether there is any."""
+        gradients = [gradient for task, gradient in self.gradients.items() if task in tasks]
+        self.gradient = sum(gradients[1:], gradients[0]) if gradients else None
+        return bool(gradients)
 
 
 def loss_of_call(likelihood: Likelihood, call: LossCall, output: Tensor) -> Loss:
