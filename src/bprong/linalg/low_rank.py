@@ -79,7 +79,9 @@ class LowRank(Factor):
         return cls(tensor, *numbers)
 
     def left(self, M: Tensor) -> Tensor:
-        return self.right(M.reshape(len(self.B), -1).mT).mT.reshape(M.shape)
+        B = self.B.to(M.dtype)
+        columns = M.reshape(len(B), -1)
+        return torch.addmm(columns, B, B.T @ columns, beta=1 / self.s, alpha=-1).reshape(M.shape)
 
     def right(self, M: Tensor) -> Tensor:
         B = self.B.to(M.dtype)

@@ -211,18 +211,16 @@ class Sums:
         self._keep_rows = keep_rows
         self._centre = centre
         self._origin: Tensor | None = None
-        self._sum: Tensor | float = 0.0  # s, float64
+        self._sum = torch.zeros((), dtype=torch.float64)  # s
         self._chunks: list[Tensor] = []  # rows about the origin whose products are not in the scatter yet
         self._scatter: Tensor | None = None
 
     def add(self, rows: Tensor, expected: int = 0) -> None:
         """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
-        rows = rows.detach()
-        if self._origin is None:
-            rows = rows.to(float64_device(rows), torch.promote_types(rows.dtype, torch.float32))
-            self._origin = _origin(rows) if self._centre else rows.new_zeros(())
-        rows = rows.to(self._origin)
+        rows = rows.detach().to(float64_device(rows), torch.promote_types(rows.dtype, torch.float32))
         if self._centre:
+            if self._origin is None:
+                self._origin = _origin(rows)
             rows = rows - self._origin
             self._sum = self._sum + rows.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
@@ -251,10 +249,8 @@ class Sums:
         """
         weight = float(self.rows) if weight is None else weight
         as_rows = self._scatter is None
-        values = self._scatter
-        if values is None:
-            values = self._chunks[0] if len(self._chunks) == 1 else torch.cat(self._chunks)
-        if self._origin is None or not isinstance(self._sum, Tensor):
+        values = torch.cat(self._chunks) if self._scatter is None else self._scatter
+        if self._origin is None:
             return Moments(weight, None, values, as_rows)
         offset = self._sum / self.rows
         if as_rows:
