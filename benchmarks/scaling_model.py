@@ -72,7 +72,7 @@ def refresh(matrices: Sequence[Matrix], rows: int, ranks: int, sharded: bool) ->
     """A refresh of all sides; rows: tokens or examples of a rank."""
     sides = 2 * len(matrices)
     flags = 1 + 3 + len(FLAGS) * len(matrices)
-    means = sum(2 + matrix.inputs + 2 + matrix.outputs for matrix in matrices)
+    means = sum(matrix.inputs for matrix in matrices)
     tables = 2 + flags + means + 1 + NUMBERS * sides
     sent = FLOAT64 * (tables + entries(matrices)) + (0 if sharded else FLOAT32 * entries(matrices))
     back = 2 * rows * sum(matrix.size for matrix in matrices)  # the sampled errors on their way back
@@ -80,7 +80,7 @@ def refresh(matrices: Sequence[Matrix], rows: int, ranks: int, sharded: bool) ->
         measuring=rows * entries(matrices) + back,
         factoring=sum(d**3 for matrix in matrices for d in matrix.blocks) / ranks,
         bytes=sent,
-        messages=3 + 2 * sides + (0 if sharded else sides),
+        messages=3 + 3 * len(matrices) + (0 if sharded else sides),
     )
 
 

@@ -133,13 +133,17 @@ class Whitening:
         demoted = self.reasons.keys()
         covered = {}
         for name, layer in layers.items():
-            present = self.layers.pop(name, None)
-            if present is not None and present.weight is layer.weight:
+            present = self.layers.get(name, layer)
+            if present is not layer and present.weight is layer.weight:
                 covered[name] = present
             elif not self.given.isdisjoint(layer.parameters) and demoted.isdisjoint(layer.parameters):
                 covered[name] = layer
         self.layers.clear()
         self.layers.update(covered)  # in the order of the model
+        self._follow_layers()
+
+    def _follow_layers(self) -> None:
+        """Follows a change of the layers, or of their factors."""
         self.layers.changed()
         self.covered = self.layers.parameters
         self.share()
@@ -149,9 +153,8 @@ class Whitening:
         """Finds out at which step something is to be measured next, and whether it is this one."""
         self.schedule.plan()
         self.due = self.schedule.is_due
-        started = any(side.refreshed_at is not None for layer in self.layers.values() for side in layer.sides)
         new = {layer.name for layer in self.layers.values() if layer.forward.moments is None}
-        self.unused = new if started else set()
+        self.unused = new if len(new) < len(self.layers) else set()
 
     @property
     def measures(self) -> bool:
@@ -172,9 +175,9 @@ class Whitening:
         weights = {}
         verify = False
         for name, layer in self.layers.items():  # in the same order on all ranks
-            trained = [p for p in layer.parameters if p.requires_grad and p in self.given]
+            trained = self.given.intersection(p for p in layer.parameters if p.requires_grad)
             if trained and (name in inputs or name in errors):
-                weights[layer.linear] = any(p is layer.bias for p in trained)
+                weights[layer.linear] = layer.bias in trained
                 verify = verify or layer.forward.moments is None
         likelihood = self._likelihood if schedule.two_sided else None
         return Request(
@@ -212,33 +215,33 @@ class Whitening:
 
     def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
-        unseen = []
         unexplained = []
         for name in new:
             first = measured[name]
+            linear = self.layers[name].linear
             if first.z is not None and first.delta is None and first.targets:
                 warn(
                     f"layer {name!r} is trained, but whitened on the side of its inputs only: no error reaches "
                     f"{name}.weight from the output that the declared loss is computed from. It reaches your loss in "
                     f"another way, such as a second head. Nothing needs to be done if that is intended"
                 )
-            if not first.called:
-                unseen.append(name)
-            if first.unexplained:
+            is_missed = not first.called and has_gradient(linear)
+            if is_missed and linear.registered:
+                raise ValueError(
+                    f"{name}: this layer was registered, but its weight is not used as that of the layer that it was "
+                    f"said to be like. See transposed= and stacked= of bprong.register"
+                )
+            if is_missed or first.unexplained:
                 unexplained.append(name)
-        missed = [name for name in unseen if has_gradient(self.layers[name].linear)]
-        if wrong := [name for name in missed if self.layers[name].linear.registered]:
-            raise ValueError(
-                f"{', '.join(sorted(wrong))}: these layers were registered, but their weights are not used as those of "
-                f"the layers that they were said to be like. See transposed= and stacked= of bprong.register"
-            )
-        for layer in self.demote([*missed, *unexplained]):
+        for layer in self.demote(unexplained):
             warn(
                 f"layer {layer.name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several "
                 f"times for one loss, such as once for each step of time, put these calls into one module or into "
                 f"`with optimizer.recording()`"
             )
-        return {name: layer for name, layer in measured.items() if name in self.layers and name not in unseen}
+        return {
+            name: layer for name, layer in measured.items() if name in self.layers and (layer.called or name not in new)
+        }
 
     def demote(self, names: Iterable[str]) -> list[Layer]:
         """Leaves layers, and every layer that shares a parameter with them, to the fallback rule; returns them all."""
@@ -270,6 +273,4 @@ class Whitening:
                 for side in layer.sides:
                     side.interval = None  # of a run that refreshed by drift
         self.ranks.owners.clear()
-        self.share()
-        self.layers.changed()
-        self.attend()
+        self._follow_layers()
