@@ -66,10 +66,7 @@ def unpacked(
         by_place = [entries.get(i, {}) for i in range(len(parameters))]
         rule_state["moved"] = [bool(entry.get("moved")) for entry in by_place]
         rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in by_place]
-    saved = {}
-    for i, entry in entries.items():
-        for number, packed_layer in entry.get("layers", {}).items():
-            saved[i, number] = packed_layer
+    saved = {(i, number): state for i, entry in entries.items() for number, state in entry.get("layers", {}).items()}
     places = _places(parameters, whitening)
     if saved.keys() != set(places.values()):
         raise ValueError(f"the state has {len(saved)} layers, and this model has {len(places)} that are whitened")
@@ -108,11 +105,8 @@ def check_demoted(parameters: Sequence[Tensor], demoted: Sequence[Layer], state_
 
     state_dict: torch's own
     """
-    averaged = set()
-    for p, name in zip(parameters, _names(state_dict), strict=False):
-        if "exp_avg" in state_dict["state"].get(name, {}):
-            averaged.add(p)
-    if demoted and averaged.isdisjoint(p for layer in demoted for p in layer.parameters):
+    states = dict(zip(parameters, map(state_dict["state"].get, _names(state_dict)), strict=False))
+    if demoted and not any("exp_avg" in (states.get(p) or {}) for layer in demoted for p in layer.parameters):
         raise ValueError(
             f"the state lacks Adam's averages of layer {demoted[0].name!r}, which was left to the fallback rule during "
             f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"

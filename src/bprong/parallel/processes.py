@@ -119,10 +119,9 @@ class Ranks:
             rows[:] = self.table([failure is not None, *(rows[0] if rows else [0.0] * columns)]).tolist()
         if failure is not None:
             raise failure
-        if self.size > 1:
-            failed = [rank for rank, row in enumerate(rows) if row.pop(0)]
-            if failed:
-                raise RuntimeError(f"the step was stopped by an error on rank {failed[0]}, which that process reports")
+        for rank, row in enumerate(rows if self.size > 1 else ()):
+            if row.pop(0):
+                raise RuntimeError(f"the step was stopped by an error on rank {rank}, which that process reports")
 
     def table(self, numbers: Sequence[float]) -> Tensor:
         """Return some numbers of each of several ranks: (ranks, numbers), float64."""
