@@ -182,6 +182,13 @@ class Listener:
             self._thread.tape = recorder.begin(args, kwargs)
         return self.innermost
 
+    def compiled_calls(self) -> Iterator[Any]:
+        """Yield the arguments of calls in compiled code, the last ones first."""
+        link = self.compiled
+        while link is not None:
+            arguments, link = link
+            yield arguments
+
     @property
     def innermost(self) -> Tape | None:
         """What is recorded of the call that is running in this thread; None: none is, as far as calls are recorded."""

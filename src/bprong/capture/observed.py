@@ -36,8 +36,8 @@ def with_observed(call: Batch, x: Any, y: Tensor | None, loss: Loss) -> Batch:
     return replace(batch, targets=Targets.observed(loss, y))
 
 
-def with_loss_inside(call: Batch, model: nn.Module, loss: Loss, head: Head) -> tuple[Batch, bool]:
-    """Return a call of a compiled model with the targets of a loss inside of that, and whether there is one.
+def with_loss_inside(call: Batch, model: nn.Module, loss: Loss, head: Head) -> Batch | None:
+    """Return a call of a compiled model with the targets of the loss inside of that; None: there is none.
 
     A pass of our own shows them.
     """
@@ -45,14 +45,12 @@ def with_loss_inside(call: Batch, model: nn.Module, loss: Loss, head: Head) -> t
         losses = head.inputs(run.losses)
         values = [t for t in tree_leaves(run.returned) if isinstance(t, Tensor) and t.ndim == 0]
         if not losses or not any(value.requires_grad for value in values):
-            return call, False
+            return None
         gradients = torch.autograd.grad(values[0], run.parts, allow_unused=True, materialize_grads=True)
     arrived = [each for each in losses if each.count(each.gradients)]
     batch = call.with_targets(loss, [part.detach() for part in run.parts], arrived, lambda: gradients)
-    if batch.targets is None:
-        return batch, True
     # A factor that the user puts on what the model returns is not known.
-    return replace(batch, targets=replace(batch.targets, total=None)), True
+    return replace(batch, targets=batch.targets and replace(batch.targets, total=None))
 
 
 # What users are told --------------------------------------------------------------------------------------------------

@@ -110,10 +110,9 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     for module in model.modules():
         if not getattr(module, "buffers_are_constant", False):
             state.append(vars(module))
-    restore = _restorers(state, set())
-    for module in model.modules():
         if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
-            restore += [partial(p.copy_, p.detach().clone()) for p in module.parameters(recurse=False)]
+            state += [p.detach() for p in module.parameters(recurse=False)]
+    restore = _restorers(state, set())
     with random_numbers(model, seed):
         try:
             for hooks, key, _, source in hooks_of(model):

@@ -145,17 +145,22 @@ class Recorder:
     def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
         """Wait for a backward pass at the parts of the output, or at the tensors that they are made of."""
         self._waits = True
-        tensors = tree_leaves(returned)
+        tape.place = place_of(parts[0]) if len(parts) == 1 else ()
         awaited: list[tuple[int | None, Any]] = list(enumerate(tape.expect(parts, returned, self.head)))
-        for _, part in awaited:  # for the loss to find the call
+        for _, part in awaited:  # for a loss to find the call
             if isinstance(part, Tensor) and part.grad_fn is not None:
                 cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)
+        losses = tape.losses
+        tape.losses = []
+        for call in losses:
+            _attach(call, id(self))
         if tape.calls is not None:
-            tape.retained = [*tape.calls.retained, *(weakref.ref(t) for t in tensors if isinstance(t, Tensor))]
+            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+            tape.retained = [*tape.calls.retained, *map(weakref.ref, tensors)]
             tape.calls.drop_without_graph()
             self._loss_is_inside = bool(tape.losses) or (tape.calls.opaque and self._loss_is_inside)
             if tape.calls.opaque:  # the loss of a compiled model may be one of its tensors
-                awaited += [(None, leaf) for leaf in tensors]
+                awaited += [(None, tensor) for tensor in tensors]
         for i, part in awaited:
             if isinstance(part, Tensor) and part.grad_fn is not None:  # hooks would gather on a parameter
                 hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
@@ -165,16 +170,11 @@ class Recorder:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
         if isinstance(self.loss.given, nn.Module):
             call.is_declared = _is_running(self.loss.given, sys._getframe())
-        running = self.listener.innermost
-        if running is not None:
-            running.losses.append(call)
-            return
-        for node in nodes_behind(call.input, lambda node: id(self) in node.metadata):
-            tape = node.metadata[id(self)]()
-            if tape is not None:
-                call.is_whole = bool(tape.place) and tape.place == place_of(call.input)
-                tape.losses.append(call)
-        call.input = call.input.detach()
+        tape = self.listener.innermost
+        if tape is None:
+            _attach(call, id(self))
+        else:  # its output is not known yet
+            tape.losses.append(call)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class Recorder:
             tape.gradients = {}
             tape.tasks = set()
         tape.tasks.add(task)
-        if accumulates and self.reads:
-            self.scale.expect(list(self.model.parameters()))
+        if accumulates and self.reads and is_first:
+            self.scale.expect(self.model.parameters())
         tape.task = task
         tape.accumulated = accumulates
         if part is not None:
@@ -257,14 +257,12 @@ class Recorder:
         As many calls as observed batches have the gradients of these.
         """
         calls = [tape.batch(self.loss, self.head) for tape in self.reached]
-        link = self.listener.compiled
-        while link is not None:
-            arguments, link = link
-            calls.append(Batch(Arguments(*arguments)))
-        if self._loss_is_inside and self.head.functions:
-            for i, call in enumerate(calls):
-                if call.targets is None and call.x is not None and self._loss_is_inside:
-                    calls[i], self._loss_is_inside = with_loss_inside(call, self.model, self.loss, self.head)
+        calls += [Batch(Arguments(*arguments)) for arguments in self.listener.compiled_calls()]
+        for i, call in enumerate(calls):
+            if self._loss_is_inside and call.targets is None and call.x is not None and self.head.functions:
+                batch = with_loss_inside(call, self.model, self.loss, self.head)
+                self._loss_is_inside = batch is not None
+                calls[i] = batch or call
         if not self.observed:
             return calls
         same = calls if len(calls) == len(self.observed) else [Batch()] * len(self.observed)
@@ -277,6 +275,16 @@ def _tell(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> N
     if tell is not None and not is_own_pass():
         with uninterrupted():
             tell(*arguments)
+
+
+def _attach(call: LossCall, key: int) -> None:
+    """Give a call of a loss function to the calls of a model that its input depends on; key: of these in the graph."""
+    for node in nodes_behind(call.input, lambda node: key in node.metadata):
+        tape = node.metadata[key]()
+        if tape is not None:
+            call.is_whole = bool(tape.place) and tape.place == place_of(call.input)
+            tape.losses.append(call)
+    call.input = call.input.detach()
 
 
 def _is_running(module: nn.Module, frame: FrameType | None) -> bool:
@@ -330,7 +338,6 @@ class GradientScale:
 
     def __init__(self) -> None:
         self._noted: dict[Tensor, Tensor] = {}  # the norms of the gradients of parameters
-        self._task = -1  # the backward pass at whose end they are noted
 
     def expect(self, parameters: Iterable[Tensor]) -> None:
         """Within a backward pass: note the norms of the gradients when it ends.
@@ -338,12 +345,9 @@ class GradientScale:
         Processes average their gradients in a callback at the end of the backward pass; a callback that a callback
         queues comes after it.
         """
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            note = partial(self.note, parameters)
-            queue(note if Ranks().size == 1 else partial(queue, note))
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        note = partial(self.note, list(parameters))
+        queue(note if Ranks().size == 1 else partial(queue, note))
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Note the norms of the gradients as they are now."""

@@ -296,32 +296,17 @@ class Tape:
 
     def expect(self, parts: Sequence[Tensor], returned: Any, head: Head) -> Sequence[Any]:
         """Note the output of the call; return where backward passes will arrive: there, or at what it is made of."""
-        tensors, structure = tree_flatten(returned)
-        sources = tensors if callable(head.key) else []
-        self._take_losses(parts, sources)
         self.output = Output.of(parts)
         if not any(part.numel() for part in parts):
             self.calls = None
-        if len(parts) == 1:
-            self.place = place_of(parts[0])
-        if sources and not all(any(part is leaf for leaf in sources) for part in parts):
+        tensors, structure = tree_flatten(returned)
+        if callable(head.key) and not all(any(part is leaf for leaf in tensors) for part in parts):
             self.structure = structure
             return tensors
         if len(parts) == 1:
             self.number = parts[0].output_nr
             self.output = replace(self.output, edges=())
         return parts
-
-    def _take_losses(self, parts: Sequence[Tensor], sources: Sequence[Any]) -> None:
-        """Of the calls of loss functions inside of the model, keep those of its output, or of what that is made of."""
-        nodes = {part.grad_fn for part in parts}
-        losses = []
-        for call in self.losses:
-            if any(call.input is leaf for leaf in sources) or nodes_behind(call.input, nodes.__contains__):
-                call.is_whole = len(parts) == 1 and place_of(call.input) == place_of(parts[0])
-                call.input = call.input.detach()
-                losses.append(call)
-        self.losses = losses
 
     def batch(self, loss: Loss, head: Head) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
