@@ -129,13 +129,13 @@ def test_a_step_with_an_evaluation() -> None:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
 def test_a_step_with_a_refresh() -> None:
-    """At most 36 modules and 1,200 calls."""
+    """At most 20 modules and 900 calls."""
     steps = Steps(lr=0.01, every=1)
     for _ in range(3):
         steps.make()
     visited = calls_of(steps.make)
-    assert len(visited) <= 36, visited
-    assert visited.total() <= 1200, visited
+    assert len(visited) <= 20, visited
+    assert visited.total() <= 900, visited
 
 
 def test_a_longer_walk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
