@@ -226,11 +226,8 @@ def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | N
 
 def _products(left: Sequence[Direction], right: Sequence[Direction]) -> Array:
     """The symmetric matrix of dot products: (k, k)."""
-    matrix = np.zeros((len(left), len(left)))
-    for i, x in enumerate(left):
-        for j, y in enumerate(right[: i + 1]):
-            matrix[i, j] = matrix[j, i] = dot(x, y)
-    return matrix
+    lower: Array = np.tril([[dot(x, y) for y in right] for x in left])
+    return lower + np.tril(lower, -1).T
 
 
 # Derivatives along directions -----------------------------------------------------------------------------------------
@@ -297,8 +294,7 @@ def curvature(network: Linearized, likelihood: Likelihood, counted: Tensor | Non
     output = network.output
     likelihood.check(output)
     products = likelihood.fisher_products(output, network.along, counted)
-    Q: Array = (products / _counted_targets(likelihood, output, counted)).cpu().numpy()
-    return Q
+    return np.asarray((products / _counted_targets(likelihood, output, counted)).cpu())
 
 
 def _dual(run: Run, direction: Direction) -> tuple[Tensor, Tensor]:
@@ -316,24 +312,21 @@ def _dual(run: Run, direction: Direction) -> tuple[Tensor, Tensor]:
         return output.clone(), torch.zeros_like(output) if tangent is None else tangent.clone()
 
 
+@torch.no_grad()
 def _difference(run: Run, direction: Direction) -> Tensor:
     """(f(θ + hd) − f(θ − hd)) / 2h, which is J d up to errors of h² and of rounding / h; these balance at h = ε^⅓."""
-    point = {p: p.detach() for p in direction}
-    ratio = (dot(point, point) or 1.0) / (dot(direction, direction) or 1.0)
+    before = {p: p.detach().clone() for p in direction}
+    ratio = (dot(before, before) or 1.0) / (dot(direction, direction) or 1.0)
     h = max(torch.finfo(p.dtype).eps for p in direction) ** (1 / 3) * math.sqrt(ratio)
-    return (_at(run, direction, h) - _at(run, direction, -h)).div(2 * h)
-
-
-@torch.no_grad()
-def _at(run: Run, direction: Direction, step: float) -> Tensor:
-    """The output with the parameters moved by step · d; restores them bit for bit."""
-    before = [parameter.detach().clone() for parameter in direction]
+    outputs = []
     try:
-        for parameter, d in direction.items():
-            parameter.add_(d.to(parameter), alpha=step)
-        return run()
+        for step in (h, -h):
+            for p, d in direction.items():
+                p.copy_(before[p]).add_(d.to(p), alpha=step)
+            outputs.append(run())
     finally:
-        torch._foreach_copy_(list(direction), before)
+        torch._foreach_copy_(list(before), list(before.values()))
+    return (outputs[0] - outputs[1]).div(2 * h)
 
 
 @cache
