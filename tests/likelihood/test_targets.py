@@ -442,6 +442,11 @@ def test_a_loss_of_something_other_than_the_output_shows_no_targets(change):
     assert seen(loss, f, declared_loss("cross_entropy")) is None
 
 
+def test_a_loss_of_a_single_number_shows_no_targets():
+    f = numbers(B, C)
+    assert seen(lambda f: F.mse_loss(f.mean(), torch.zeros(())), f, declared_loss("mse")) is None
+
+
 def test_two_calls_with_complementary_masks_count_the_union_of_their_targets():
     f = numbers(B, C)
     first, second = (LABELS.masked_fill(torch.arange(B) % 3 == rest, -100) for rest in (0, 1))
