@@ -196,6 +196,10 @@ class ByHand(nn.Module):
             return self.head(h) + h @ self.embed.weight.T
         if self.kind == "transposed":
             return self.head(h) + F.conv_transpose1d(h.mT, self.conv.weight).mT
+        if self.kind == "of its own input":
+            return self.head(F.linear(h, self.head.weight.T))
+        if self.kind == "as an input":
+            return self.head(h) @ self.conv(self.embed.weight.mT).mT
         return self.head(h) + F.linear(h, self.head.weight.T)
 
 
@@ -206,6 +210,8 @@ class ByHand(nn.Module):
         ("tied, by hand", ["embed"]),
         ("transposed", ["conv"]),
         ("of its own transpose", ["head"]),
+        ("of its own input", ["head"]),
+        ("as an input", ["embed"]),
     ],
 )
 @pytest.mark.parametrize("method", [bprong.BPRONG, bprong.PRONG])
@@ -230,3 +236,17 @@ def test_a_weight_with_unrecorded_uses_follows_the_fallback_rule(kind, names, me
     fresh.load_state_dict(optimizer.state_dict())
     assert list(fresh._whitening.layers) == list(optimizer._whitening.layers)
     assert fresh.report().fallback == optimizer.report().fallback
+
+
+def test_calls_without_rows_are_uses_that_are_known():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(4, 3)
+            self.two = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.one(x[:0]).sum(0) + self.two(x) + torch.cat([self.one(x[:2]), self.one(x[2:])])
+
+    optimizer = stepped(Experts(), torch.randn(6, 4), torch.arange(6) % 3)
+    assert list(optimizer._whitening.layers) == ["one", "two"]

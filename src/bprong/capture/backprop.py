@@ -66,7 +66,7 @@ def of_targets(root: Tensor, counted: Tensor) -> Tensor:
 class Graph:
     """The autograd graph behind an output, through which errors are sent back to recorded calls.
 
-    calls: those that the output depends on, and all calls of a layer of which it depends on none
+    calls: those that the output depends on, and all calls of a layer of which it depends on none, if these have a graph
 
     Others are on a branch that was detached, such as a target network's, and no error of the loss reaches them. A layer
     without any may reach the loss in another way, such as a second head.
@@ -98,7 +98,11 @@ class Graph:
                 stack += [(after, False) for after in following if after is not None]
         leading = {call for node in by_node.keys() & visited for call in by_node[node]}
         names = {call.weight.name for call in leading}
-        self.calls = [call for call in recorded if call in leading or call.weight.name not in names]
+        self.calls = []
+        for call in recorded:
+            is_detached = bool(output.edges) and call.edge is None and call.weight.is_trained
+            if call in leading or not (is_detached or call.weight.name in names):
+                self.calls.append(call)
         self._between = {node: calls for node, calls in by_node.items() if node in leads}
         self._last = [call for call in self.calls if call.edge is not None and call.edge.node not in leads]
         trained = [weight for weight in recorded.recorded if weight.weight.requires_grad]

@@ -125,7 +125,7 @@ class Calls(list[Call]):
     recorded: the weights that are recorded; `weights` has those that torch's functions take by the id of their
               parameter, each with the view of it that they take
     behind:   the operation that computed the input of each call, by the operation that computed its output
-    empty:    the names of weights that were called without any row, e.g. experts that were given no example
+    called:   the names of weights that were called, if only without any row, as experts that were given no example
     masks:    tensors that may be masks of positions: what the model and its attention are given
     retained: the tensors whose gradients were asked to be retained
     formulas: whether cells are computed by their formulas, so that they are recorded
@@ -137,7 +137,7 @@ class Calls(list[Call]):
         self.formulas = formulas
         self.recorded = set(weights)
         self.weights: dict[int, list[tuple[WeightMatrix, Tensor]]] = {}
-        self.empty: set[str] = set()
+        self.called: set[str] = set()
         self.behind: dict[Node, Node | None] = {}
         self.masks: list[Tensor] = []
         self.retained: list[weakref.ref[Tensor]] = []
@@ -193,8 +193,8 @@ class Calls(list[Call]):
         edge = get_gradient_edge(base) if a.requires_grad else None
         if edge is not None:
             self.behind[edge.node] = get_gradient_edge(z).node if z.requires_grad else None
+        self.called.add(weight.name)
         if z.numel() == 0:
-            self.empty.add(weight.name)
             return
         z = as_plain(z.detach())
         if z.is_nested:
@@ -206,10 +206,6 @@ class Calls(list[Call]):
         shape = a.values().shape if a.is_nested else a.shape
         self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
         self.note_masks(details.get("ignored"))
-
-    def drop_without_graph(self) -> None:
-        """Drop calls without a graph of weights that are trained: no error reaches them."""
-        self[:] = [call for call in self if call.edge is not None or not call.weight.is_trained]
 
 
 _ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids

@@ -63,8 +63,6 @@ def record(
     with run_alone(model, x, request.seed, needs_graph, head, recorded_calls(request.weights)) as run:
         calls: Calls = run.recorded
         calls.note_masks(x)
-        if needs_graph:
-            calls.drop_without_graph()
         measured = measure(request, Output.of(run.parts, class_dim), calls, y, counted)
         for call in calls:
             measured[call.weight.name].probe = call.z
@@ -104,13 +102,12 @@ def measure(
     for call in graph.calls:
         if call.weight.name in request.inputs:
             call.add_inputs(inputs[call.weight.name], rows.get(call))
-    called = recorded.empty | {call.weight.name for call in graph.calls}
     measured = {}
     for name in centred:
         z = inputs[name].moments() if inputs[name].rows else None
         delta = errors[name].moments(float(targets)) if errors[name].rows else None
         targets_measured = targets if name in request.errors else 0
-        measured[name] = LayerMoments(z, delta, name in called, name in graph.unexplained, targets_measured)
+        measured[name] = LayerMoments(z, delta, name in recorded.called, name in graph.unexplained, targets_measured)
     return measured
 
 

@@ -157,7 +157,6 @@ class Recorder:
         if tape.calls is not None:
             tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
             tape.retained = [*tape.calls.retained, *map(weakref.ref, tensors)]
-            tape.calls.drop_without_graph()
             self._loss_is_inside = bool(tape.losses) or (tape.calls.opaque and self._loss_is_inside)
             if tape.calls.opaque:  # the loss of a compiled model may be one of its tensors
                 awaited += [(None, tensor) for tensor in tensors]
