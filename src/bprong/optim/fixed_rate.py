@@ -22,7 +22,7 @@ from bprong.optim.rules import (
     note_lengths,
     products,
 )
-from bprong.parallel.processes import local, summed
+from bprong.parallel.processes import summed
 from bprong.whitening.layer import SideName
 from bprong.whitening.layers import Layers
 
@@ -145,8 +145,6 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
         squares = dict.fromkeys(natural, 1.0)
     pairs = [(values[p], d) for p, d in natural.items()]
     pairs += [(g, g) for p, g in values.items() if p not in natural]  # to see whether they are finite
-    if gradients.sliced:
-        pairs = [(local(x), local(y)) for x, y in pairs]
     numbers = products(pairs)
     if not (gradients.checked or math.isfinite(sum(numbers))):
         raise NotFiniteError

@@ -153,8 +153,6 @@ class BPRONG(SteppingOptimizer):
             model, self._loss, head, self._meter,
             self._rule.reads_every_batch, self._rule.reruns(0),
         )  # fmt: skip
-        self._refused = 0
-        self._started: float | None = None
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._forget()

@@ -215,17 +215,15 @@ def dot(a: Direction, b: Direction) -> float:
     >>> dot({p: torch.tensor([1.0, 2.0]), q: torch.ones(1)}, {p: torch.tensor([3.0, 4.0])})
     11.0
     """
-    pairs = [(a[p], b[p]) for p in b if p in a]
-    is_sharded = bool(pairs) and type(pairs[0][0]) is not Tensor and is_sliced(pairs[0][0])
-    if is_sharded:
-        pairs = [(local(x), local(y)) for x, y in pairs]
-    total = sum(products(pairs))
-    return summed(total, a.values()) if is_sharded else total
+    total = sum(products([(a[p], b[p]) for p in b if p in a]))
+    return total if type(next(iter(a.values()), None)) is Tensor else summed(total, a.values())
 
 
 def products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """The dot product of each pair of tensors; they are read at once."""
+    """The dot product of each pair of tensors, or of this process's slices of them; they are read at once."""
     scalars = []
+    if pairs and type(pairs[0][0]) is not Tensor and is_sliced(pairs[0][0]):
+        pairs = [(local(x), local(y)) for x, y in pairs]
     for x, y in pairs:
         is_plain = x.dtype is y.dtype and not x.is_complex()
         scalars.append(x.flatten().dot(y.flatten()) if is_plain else _mixed(x, y))
@@ -250,16 +248,13 @@ def read(numbers: Sequence[Tensor]) -> list[float]:
     return torch.stack(list(numbers)).tolist()
 
 
-def norm(values: Tensor, rows: slice | int | None) -> float:
-    """The length of the rows of a tensor that a layer has; of the whole tensor, if that is sharded."""
-    if local(values) is values:
-        return float((values if rows is None else values[rows]).norm())
-    return math.sqrt(summed(float(local(values).square().sum()), [values]))
-
-
 def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float] | None = None) -> None:
     """Notes how far the weight of each layer moves, for the report; rates: what steps are multiplied by."""
     for layer in layers.values():
         if layer.weight in steps:
-            rate = 1.0 if rates is None else rates[layer.weight]
-            layer.step_norm = rate * norm(steps[layer.weight], layer.linear.rows)
+            step = steps[layer.weight]
+            if local(step) is step:
+                length = float((step if layer.linear.rows is None else step[layer.linear.rows]).norm())
+            else:  # of the whole parameter
+                length = math.sqrt(summed(float(local(step).square().sum()), [step]))
+            layer.step_norm = length if rates is None else rates[layer.weight] * length

@@ -35,8 +35,6 @@ from bprong.whitening.layer import SIDES, Layer, SideName, WeightAndBias
 from bprong.whitening.layers import Layers, Pairs, Stack, stacked
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
-EARLY_PARTS = (2,)  # the length of a step does not depend on the statistics, so that they need fewer refreshes at first
-MOMENTUM = 0.9
 DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
 RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
 SMALLEST = 1e-30  # a direction shorter than this is zero
@@ -52,8 +50,8 @@ class SpectralDirections(Directions):
     """
 
     name = "spectral"
-    momentum = MOMENTUM
-    early_parts = EARLY_PARTS
+    momentum = 0.9
+    early_parts = (2,)  # the length of a step does not depend on the statistics: fewer refreshes at first will do
     adapts_damping = False
     keeps_last_update = False  # an average of gradients takes its place
 
@@ -120,8 +118,8 @@ class SpectralDirections(Directions):
 class Spectral(RuleWithDamping):
     """Spectral steps at the learning rates of the parameter groups, with decoupled weight decay as in AdamW."""
 
-    momentum = MOMENTUM
-    early_parts = EARLY_PARTS
+    momentum = SpectralDirections.momentum
+    early_parts = SpectralDirections.early_parts
 
     def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirections, few: bool = False) -> None:
         super().__init__(damping, few)

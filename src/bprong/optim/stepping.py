@@ -56,10 +56,10 @@ class SteppingOptimizer(Optimizer):
     _whitening: Whitening
     _meter: Meter
     _recorder: Recorder
-    _refused: int
+    _refused: int = 0
     _observes: bool
     _takes_all: bool
-    _started: float | None
+    _started: float | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
