@@ -79,11 +79,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Limits:
-    """How sides are split into blocks.
-
-    max_dim:  the largest side whitened as one block
-    padded:   whether the last of several blocks may be padded
-    """
+    """How sides are split into blocks of at most `max_dim` features, the last of which may be `padded`."""
 
     max_dim: int = MAX_DIM
     padded: bool = True

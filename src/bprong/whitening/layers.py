@@ -101,8 +101,8 @@ class Layers(dict[str, Layer]):
     def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
         """The exact factors of those of the sides that can be factored with others of the same shape."""
         groups: dict[object, list[Side]] = {}
-        for side, (layer, _, damping) in sides.items():
-            if _is_small(side) and damping.relative_to != "variance":
+        for side, (layer, *_) in sides.items():
+            if _is_small(side):
                 shape = (side.blocks, layer.weight.dtype, layer.weight.device)
                 groups.setdefault(shape, []).append(side)
         factors: dict[Side, Factor] = {}
