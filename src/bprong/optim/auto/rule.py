@@ -180,9 +180,9 @@ class AutoRule(AutoState):
     # Damping ----------------------------------------------------------------------------------------------------------
 
     def damping(self, layer: Layer, side: Side) -> Damping | None:
-        """λ's part in a side: ε₁ε₂ = λ, in the proportion of the sides' mean eigenvalues; more if observations are few.
+        """ε₁ or ε₂: ε₁ε₂ = λ, in the proportion of the sides' mean eigenvalues, and more if observations are few.
 
-        None: the user set the damping, or the side was not measured yet.
+        None if the user set the damping, or before the side was measured.
         """
         if self.damping_given or side.mean_eigenvalue is None:
             return None
@@ -233,11 +233,10 @@ class AutoRule(AutoState):
         return min(1.0, max(self.settings.least_trust, self.slope_kept / max(self.slope_promised, 1e-300)))
 
     def choose(self, t: int, slopes: Parts, evaluation: Evaluation | None, lr: float = 1.0) -> Parts:
-        """The coefficients of a step.
+        """The coefficients of a step; between evaluations those of the last one hold.
 
-        slopes:      of the loss along the directions, penalty included; between evaluations that of Δ is enough
-        evaluation:  None: the coefficients of the last one hold
-        lr:          a multiplier on α and β
+        slopes:  of the loss along the directions, penalty included; between evaluations that of Δ is enough
+        lr:      a multiplier on α and β
         """
         slope = slopes["whitened"]
         if evaluation is not None:
