@@ -46,8 +46,8 @@ def declared_loss(given: Declaration | None) -> Loss:
     """The loss that was declared; None: a likelihood that only knows which targets count.
 
     >>> import torch
-    >>> float(declared_loss("mse").multiple(torch.zeros(8, 5), torch.ones(())))
-    0.4
+    >>> float(declared_loss("mse").multiple(torch.zeros(8, 5), torch.tensor(10.0)))
+    4.0
     """
     if given is None:
         return Loss("None", Undeclared())

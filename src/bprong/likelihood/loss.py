@@ -158,7 +158,10 @@ class Targets:
     @classmethod
     def observed(cls, loss: Loss, y: Tensor) -> Targets:
         """Of targets that the user gives, for the loss that was declared."""
-        return cls((Term(loss, y, float(loss.multiple(y, torch.ones(())))),), loss.likelihood.not_ignored(y))
+        return cls(
+            (Term(loss, y, float(loss.multiple(y, torch.ones((), dtype=torch.float64)))),),
+            loss.likelihood.not_ignored(y),
+        )
 
     @property
     def y(self) -> Tensor:

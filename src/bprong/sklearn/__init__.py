@@ -6,7 +6,7 @@ network.py has the network and its derivatives, training.py the whitened steps, 
 try:
     import sklearn  # noqa: F401
 except ImportError as error:
-    raise ImportError("bprong.sklearn needs scikit-learn. Install it: pip install scikit-learn") from error
+    raise ImportError("bprong.sklearn needs scikit-learn. Install it: pip install 'scikit-learn>=1.6'") from error
 
 from bprong.sklearn.estimators import MLPClassifier, MLPRegressor
 
