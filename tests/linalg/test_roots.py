@@ -156,6 +156,11 @@ def test_cholesky_falls_back_to_eigh_for_an_indefinite_moment():
         (lambda: root_of(spd(3), -0.1), "at least 0, not -0.1"),
         (lambda: root_of(spd(3), float("nan")), "finite"),
         (lambda: Damping(0.1, "median"), "'median'"),
+        (lambda: Damping(1, "median"), "'median'"),
+        (lambda: Damping(-1), "at least 0, not -1"),
+        (lambda: Damping(-0.1, "mean"), "at least 0, not -0.1"),
+        (lambda: Damping(float("inf")), "finite number"),
+        (lambda: Damping("0.1"), "finite number of at least 0, not '0.1'"),
     ],
 )
 def test_errors_about_arguments_say_what_is_allowed(call, message):

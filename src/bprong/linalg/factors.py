@@ -22,6 +22,7 @@ from bprong.errors import LinAlgError, WhiteningError
 from bprong.linalg.moments import Blocks, Moments, diagonal, finite, random_directions
 
 RelativeTo = Literal["one", "mean", "variance"]
+RELATIVES = get_args(RelativeTo)
 NEVER_VARIES = 1e-37  # a variance up to this: its inverse is not finite in float32
 PROBES = 32  # random vectors that estimate the distance of a wide side from white
 
@@ -47,8 +48,10 @@ class Damping:
     relative_to: RelativeTo = "one"
 
     def __post_init__(self) -> None:
-        number("damping", self.value, 0)
-        one_of("relative_to", self.relative_to, get_args(RelativeTo))
+        is_valid = isinstance(self.value, float) and 0 <= self.value < math.inf and self.relative_to in RELATIVES
+        if not is_valid:  # or an integer, which is a valid number too
+            number("damping", self.value, 0)
+            one_of("relative_to", self.relative_to, RELATIVES)
 
     @classmethod
     def of(cls, value: float | Damping) -> Damping:
