@@ -207,7 +207,7 @@ class Sums:
         self._keep_rows = keep_rows
         self._centre = centre
         self._origin: Tensor | None = None
-        self._sum = torch.zeros((), dtype=torch.float64)  # s
+        self._sum = torch.zeros((), dtype=torch.float64, device="cpu")  # s
         self._chunks: list[Tensor] = []  # rows about the origin whose products are not in the scatter yet
         self._scatter: Tensor | None = None
 
