@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bprong.errors import WhiteningError
-from bprong.linalg.factors import Damping, factors_of_equals, inverse_by_cholesky
-from bprong.linalg.moments import Blocks, Moments
+from bprong.linalg.factors import Damping, inverse_by_cholesky
 from bprong.linalg.roots import root_of
 from helpers import EPS, assert_close, input_moments, inverse, spd
 
@@ -253,18 +252,3 @@ def test_float32_is_used_only_where_it_is_accurate():
         in_single = torch.linalg.inv(second.float() + epsilon * torch.eye(80))
         off = float((in_single.double() - exact).norm() / exact.norm())
         assert (off < 1e-3) == accurate
-
-
-@pytest.mark.parametrize("relative_to", ["one", "mean"])
-def test_moments_inverted_together_have_the_inverses_they_have_alone(relative_to):
-    """Each with its own damping: the mean is that of one moment, not of all of them."""
-    moments = [Moments(1.0, None, (i + 1) * spd(5, seed=i)) for i in range(4)]
-    dampings = [Damping(0.1 * (i + 1), relative_to) for i in range(4)]
-    found = factors_of_equals(moments, dampings, Blocks(5), torch.empty(0, dtype=torch.float64))
-    for ours, each, damping in zip(found, moments, dampings, strict=True):
-        assert_close(ours.inverse, inverse(each.second, damping), 1e-12)
-
-
-def test_nothing_is_returned_if_one_of_several_moments_cannot_be_inverted():
-    moments = [Moments(1.0, None, m) for m in (spd(5), torch.full((5, 5), torch.nan, dtype=torch.float64))]
-    assert factors_of_equals(moments, [Damping(0.1)] * 2, Blocks(5), torch.empty(0, dtype=torch.float64)) == []

@@ -15,7 +15,8 @@ from bprong.linalg.factors import Damping, centred
 from bprong.whitening import layers as layers_module
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers, Stack
-from bprong.whitening.refresh import update
+from bprong.whitening.refresh import refresh, update
+from bprong.whitening.schedule import Periods, Schedule, Settings
 from helpers import assert_close, error_moments, input_moments, inverse, mlp, snapshot
 
 f64 = torch.float64
@@ -36,7 +37,7 @@ def whiten(layer, seed=0, centre=True):
     z = input_moments(rows(40, layer.forward.blocks.size, seed), centre)
     delta = error_moments(rows(40, layer.backward.blocks.size, seed + 1), 40)
     for side, moments in layer.update(LayerMoments(z=z, delta=delta), 0.0):
-        layer.take(side, moments, side.solve(moments, EPSILON[side.name], layer.like))
+        layer.take(side, moments, EPSILON[side.name])
     eye = torch.eye(layer.forward.blocks.size, dtype=f64)
     other = torch.eye(layer.backward.blocks.size, dtype=f64)
     return z.mean, z.second + 0.1 * eye, delta.second + 0.03 * other
@@ -284,31 +285,14 @@ def test_a_layer_of_a_group_without_a_gradient_does_not_stop_the_others():
     assert moved == set(before) - {"2.weight"}
 
 
-def pending(moments, dampings):
-    """The forward sides of as many layers, with the moments and the damping of each."""
-    made = [layer_of(5, 3, name=str(i)) for i in range(len(moments))]
-    layers = Layers(made)
-    updated = update(layers, {str(i): LayerMoments(z=z) for i, z in enumerate(moments)}, 0.0)
-    found = zip(updated.items(), dampings, strict=True)
-    return layers, {side: (*layer_and_moments, damping) for (side, layer_and_moments), damping in found}
-
-
 @pytest.mark.parametrize("damping", [Damping(0.1), Damping(0.1, "mean"), Damping(0.1, "variance")])
-def test_sides_factored_together_have_the_inverses_they_have_alone(damping):
+def test_layers_of_one_shape_have_the_inverses_that_they_have_alone(damping):
     """Each with its own damping: the mean is that of one side, not of all of them."""
-    moments = [input_moments((i + 1) * rows(30, 5, i)) for i in range(4)]
+    layers = Layers(layer_of(5, 3, name=str(i)) for i in range(4))
     dampings = [Damping(damping.value * (i + 1), damping.relative_to) for i in range(4)]
-    layers, sides = pending(moments, dampings)
-    found = layers.factors_of_equals(sides)
-    assert set(found) == set(sides)
-    for side, (_, own, epsilon) in sides.items():
-        assert_close(found[side].inverse, inverse(own.second, epsilon), 1e-12)
-
-
-def test_sides_that_cannot_be_factored_together_are_left_to_be_factored_alone():
-    good = input_moments(rows(30, 5, 0))
-    bad = input_moments(torch.full((4, 5), torch.nan))
-    layers, sides = pending([good, bad], [Damping(0.1)] * 2)
-    assert layers.factors_of_equals(sides) == {}
-    layers, sides = pending([good], [Damping(0.1)])
-    assert layers.factors_of_equals(sides) == {}, "one side alone"
+    moments = [input_moments((i + 1) * rows(30, 5, i)) for i in range(4)]
+    updated = update(layers, {str(i): LayerMoments(z=z) for i, z in enumerate(moments)}, 0.0)
+    schedule = Schedule(Settings(Periods(1)), layers)
+    refresh(layers, updated, schedule, lambda layer, _: dampings[int(layer.name)])
+    for layer, z, epsilon in zip(layers.values(), moments, dampings, strict=True):
+        assert_close(layer.forward.factor.inverse, inverse(z.second, epsilon), 1e-12)

@@ -67,7 +67,7 @@ def test_every_side_that_was_measured_is_taken_with_its_damping():
     ]  # fmt: skip
     assert all(moments is side.moments for _, side, moments, _, _ in taken)
     assert all(side.refreshed_at == 5 for layer in layers.values() for side in layer.sides)
-    assert all(factor is not None for *_, factor in taken), "sides of one shape are factored together"
+    assert all(factor is None for *_, factor in taken), "a process that trains alone shares no factors"
 
 
 def test_only_sides_that_are_due_are_refreshed():
@@ -85,7 +85,7 @@ def test_by_drift_only_sides_that_have_moved_are_refreshed():
 
     def take(layer, side, moments, epsilon, factor):
         taken.append(side)
-        layer.take(side, moments, factor or side.solve(moments, epsilon, layer.like))
+        layer.take(side, moments, epsilon, factor)
 
     for scale, sides in ((1.0, 4), (1.0, 0), (2.0, 4)):
         taken = []

@@ -221,16 +221,6 @@ def factor_by_cholesky(moments: Moments, damping: Damping, blocks: Blocks, like:
     return None if inverse is None else Dense(inverse.to(like), blocks)
 
 
-def factors_of_equals(
-    moments: Sequence[Moments], dampings: Sequence[Damping], blocks: Blocks, like: Tensor
-) -> list[Dense]:
-    """Return the exact factors of several sides of one block, by one factorisation; none if one of them has none."""
-    seconds = [each.second for each in moments]
-    epsilons = [damping.amounts(diagonal(second)) for damping, second in zip(dampings, seconds, strict=True)]
-    inverses = inverse_by_cholesky(torch.stack(seconds), torch.stack(epsilons), like.dtype)
-    return [] if inverses is None else [Dense(inverse.to(like), blocks) for inverse in inverses]
-
-
 def inverse_by_cholesky(scatter: Tensor, epsilon: Tensor, dtype: torch.dtype, weight: float = 1.0) -> Tensor | None:
     """Return (Ž + ε)⁻¹ for Ž = scatter / weight and ε of each coordinate.
 

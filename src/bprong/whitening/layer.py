@@ -212,9 +212,12 @@ class Layer:
             if moments is not None and side in self.sides:
                 yield side, side.update(moments, keep)
 
-    def take(self, side: Side, moments: Moments, factor: Factor) -> None:
-        """Puts a new factor into force and, if it is the inputs', a new centre."""
-        side.factor = factor
+    def take(self, side: Side, moments: Moments, damping: Damping, factor: Factor | None = None) -> None:
+        """Puts the factor of new moments into force and, if they are the inputs', a new centre.
+
+        factor: if another process has computed it; raises WhiteningError if there is none
+        """
+        side.factor = factor or side.solve(moments, damping, self.like)
         if side.of_inputs:
             self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
 

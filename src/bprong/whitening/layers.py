@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, Dense, Factor, factors_of_equals, precondition
-from bprong.linalg.moments import Blocks, Moments
+from bprong.linalg.factors import Dense, Factor, precondition
+from bprong.linalg.moments import Blocks
 from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, Side, WeightAndBias
 
@@ -29,7 +29,7 @@ STACKED_UP_TO = 128  # features: a wider product uses the cores by itself, and s
 
 
 class Layers(dict[str, Layer]):
-    """The layers of a model by name. Small ones of one shape are factored and applied together."""
+    """The layers of a model by name. Small ones of one shape are applied together."""
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
@@ -97,21 +97,6 @@ class Layers(dict[str, Layer]):
                 groups.setdefault((_shape_of_small(layer), *missing), []).append(layer)
             self._stacks = present, list(map(Stack, groups.values()))
         return self._stacks[1]
-
-    def factors_of_equals(self, sides: Mapping[Side, tuple[Layer, Moments, Damping]]) -> dict[Side, Factor]:
-        """The exact factors of those of the sides that can be factored with others of the same shape."""
-        groups: dict[object, list[Side]] = {}
-        for side, (layer, *_) in sides.items():
-            if _is_small(side):
-                shape = (side.blocks, layer.weight.dtype, layer.weight.device)
-                groups.setdefault(shape, []).append(side)
-        factors: dict[Side, Factor] = {}
-        for equals in groups.values():
-            if len(equals) > 1:
-                layers, moments, dampings = zip(*[sides[side] for side in equals], strict=True)
-                together = factors_of_equals(moments, dampings, equals[0].blocks, layers[0].like)
-                factors |= dict(zip(equals, together, strict=False))
-        return factors
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_stacks": None, "sharding": None}

@@ -131,19 +131,18 @@ def _common_mean(weights: Tensor, means: Tensor) -> Tensor:
 # Factors --------------------------------------------------------------------------------------------------------------
 
 
-def shared_factors(layers: Layers, pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
+def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
     """Return the factors of all sides, each from its owner, and take over whether the owner will try low rank again.
 
     If the model is sharded, factors stay with their owners, and the other ranks know what they cost.
     """
-    own = {side: item for side, item in pending.items() if ranks.is_own(item[0].name)}
     computed: dict[Side, Factor] = {}
     failures: dict[Side, WhiteningError] = {}
     with ranks.exchange(NUMBERS * len(pending)) as rows:
-        computed |= layers.factors_of_equals(own)
-        for side, (layer, moments, epsilon) in own.items():
+        for side, (layer, moments, epsilon) in pending.items():
             try:
-                computed[side] = computed.get(side) or side.solve(moments, epsilon, layer.like)
+                if ranks.is_own(layer.name):
+                    computed[side] = side.solve(moments, epsilon, layer.like)
             except WhiteningError as reason:
                 failures[side] = reason
         row: list[float] = []

@@ -28,7 +28,7 @@ SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
 
 Updated = dict[Side, tuple[Layer, Moments]]
 Damper = Callable[[Layer, Side], Damping]
-# Puts new moments of a side into force; the factor is given if it was computed together with others.
+# Puts new moments of a side into force; the factor is given if several processes share them.
 Take = Callable[[Layer, Side, Moments, Damping, Factor | None], None]
 
 
@@ -46,12 +46,13 @@ def refresh(
     updated: Updated,
     schedule: Schedule,
     damping: Damper,
-    take: Take,
+    take: Take = Layer.take,
     new: Collection[str] = (),
     ranks: Ranks = ALONE,
 ) -> None:
     """Refreshes the sides that are due: all of them, or by drift those whose moments have moved.
 
+    take:  puts new moments of a side into force
     new:   the names of layers that are due whatever the schedule says
     ranks: the processes that share the work, if layers have owners
 
@@ -65,9 +66,7 @@ def refresh(
                 pending[side] = layer, moments, damping(layer, side)
     if schedule.settings.periods.refresh == "drift":
         pending = _drifted(pending, schedule, ranks)
-    factors: Mapping[Side, Factor | WhiteningError] = (
-        shared_factors(layers, pending, ranks) if ranks.owners else layers.factors_of_equals(pending)
-    )
+    factors = shared_factors(pending, ranks) if ranks.owners else {}
     failed: set[Layer] = set()
     for side, (layer, moments, epsilon) in pending.items():
         factor = factors.get(side)
@@ -96,11 +95,6 @@ def _drifted(
         if schedule.has_drifted(side, drift):
             out_of_date[side] = pending[side]
     return out_of_date
-
-
-def _take(layer: Layer, side: Side, moments: Moments, damping: Damping, factor: Factor | None) -> None:
-    """Puts a new factor into force."""
-    layer.take(side, moments, factor or side.solve(moments, damping, layer.like))
 
 
 class Whitening:
@@ -203,7 +197,7 @@ class Whitening:
                 return
             updated = update(self.layers, measured, settings.average)
         with timed(self.seconds, "factorisation"):
-            refresh(self.layers, updated, self.schedule, damping, _take, new & self.unused, self.ranks)
+            refresh(self.layers, updated, self.schedule, damping, new=new & self.unused, ranks=self.ranks)
         if settings.overhead is not None and self.schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             self.schedule.every = period_for(measured_layers, settings.overhead)
