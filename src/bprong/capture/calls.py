@@ -27,11 +27,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bprong.capture.cells import FORMULAS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.listener import Replacements
 from bprong.capture.tape import as_plain
-from bprong.capture.weights import FUNCTIONS, WeightMatrix
+from bprong.capture.weights import FORMULAS, FUNCTIONS, WeightMatrix
 from bprong.linalg.moments import Sums, block_rows
 
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
@@ -172,7 +171,7 @@ class Calls(list[Call]):
 
         The tensor is a parameter or, where several weights are packed into one, a part of it.
         """
-        parameter: Any = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
+        parameter = tensor if id(tensor) in self.weights else getattr(tensor, "_base", None)
         weights = []
         for weight, view in self.weights.get(id(parameter), ()):
             if weight.one_hot is one_hot and view.stride() == tensor.stride() and view.shape[1:] == tensor.shape[1:]:
@@ -201,9 +200,13 @@ class Calls(list[Call]):
             z = z.values()
         elif z.layout is not torch.strided:
             z = z.to_dense()
-        is_kept = weight.weight.requires_grad and a.requires_grad and (a.dtype is z.dtype or weight.one_hot)
-        is_kept = is_kept and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # they may keep a copy
-        shape = a.values().shape if a.is_nested else a.shape
+        is_kept = (
+            weight.weight.requires_grad
+            and a.requires_grad
+            and (a.dtype is z.dtype or weight.one_hot)
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # they may keep a copy
+        )
+        shape = (a.values() if a.is_nested else a).shape
         self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
         self.note_masks(details.get("ignored"))
 
@@ -258,7 +261,7 @@ def _argument(weight: WeightMatrix) -> Tensor:
     part = weight.weight.detach()
     if weight.rows is not None:
         part = part[weight.rows]
-    return part.T if weight.transposed and not weight.one_hot else part
+    return part.flatten(1).T if weight.transposed and not weight.one_hot else part
 
 
 def _recorded(function: Any, details: Any, name: str, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -283,13 +286,10 @@ def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _recorded(lambda *_: function(*args), None, "", args[-2], W.T)
 
 
-def _cell(fused: Any, formula: Any, input: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
-    """Compute a recurrent cell; by its formula if one of its weights is recorded, so that both products can be seen."""
-    if not any(id(weight) in calls.weights for calls in _active() if calls.formulas for weight in (w_ih, w_hh)):
-        return fused(input, state, w_ih, w_hh, *biases)
-    b_ih, b_hh = biases or (None, None)
-    h = state[0] if isinstance(state, (tuple, list)) else state
-    return formula(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
+def _by_formula(fused: Any, formula: Any, *args: Any) -> Any:
+    """Call a fused function; its formula if one of its weights is recorded, so that its products can be seen."""
+    recorded = (id(x) in calls.weights for calls in _active() if calls.formulas for x in tree_leaves(args))
+    return (formula if any(recorded) else fused)(*args)
 
 
 def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +332,7 @@ def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, k
 
 STAND_INS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that takes besides the function
     *((place, name, _recorded, details, name) for place, name, details in FUNCTIONS),
-    *((torch._VF, name, _cell, formula) for name, formula in FORMULAS.items()),
+    *((place, name, _by_formula, formula) for place, name, formula in FORMULAS),
     (torch, "addmm", _by_hand),
     (torch, "matmul", _by_hand),
     (Tensor, "matmul", _by_hand),

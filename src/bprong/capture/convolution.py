@@ -1,8 +1,8 @@
 """The rows z that a convolution multiplies its weight by: patches of its input, one for each output position.
 
 a = W z + b at every position, where z is the patch (channels of a group × kernel positions) under the kernel. So a
-convolution is a linear layer on rows of patches. The input is padded first: zeros at the border are part of z. In a
-transposed convolution, which is not covered, δ would be the patches.
+convolution is a linear layer on rows of patches. The input is padded first: zeros at the border are part of z. A
+transposed convolution, which is not covered, is a linear layer whose outputs are patches, added up where they overlap.
 """
 
 from __future__ import annotations

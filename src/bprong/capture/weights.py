@@ -4,10 +4,10 @@
                         the input; embeddings, where z is one-hot
 
 A `WeightMatrix` says how a parameter, and tensors shaped like it (its gradient, its momentum), form that matrix, and in
-which blocks its two sides are whitened. `KINDS` has the layers whose weights are known, and `FUNCTIONS` those functions
-of torch's that use them. Modules of other packages that compute the same are added by `register`. Weights that layers
-share (tied weights) are left out by `covered_weights`; they and the parameters of all other modules follow the fallback
-rule.
+which blocks its two sides are whitened. `KINDS` has the layers whose weights are known, `FUNCTIONS` those functions of
+torch's that use them, and `FORMULAS` what replaces those that do not show how. Modules of other packages that compute
+the same are added by `register`. Weights that layers share (tied weights) are left out by `covered_weights`; they and
+the parameters of all other modules follow the fallback rule.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
+from bprong.capture.cells import CELLS, cell
 from bprong.capture.convolution import Geometry
 from bprong.linalg.moments import Blocks, Limits
 from bprong.parallel.slices import written_type
@@ -142,15 +143,14 @@ def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = Non
     layer_type = written_type(module)
     registered = dict(REGISTERED.values())  # the last of a type holds
     kind = registered.get(layer_type) or KINDS.get(layer_type)
-    matrices: list[WeightMatrix] = []
     if kind is None:
-        return matrices
+        return []
+    weights = []
     for parameter, bias in kind.parameters.items():
         prefix = parameter if len(kind.parameters) > 1 else ""
         for weight in kind.make(module, getattr(module, parameter), getattr(module, bias, None), limits or Limits()):
-            full_name = dotted(name, prefix, weight.name)
-            matrices.append(replace(weight, name=full_name, registered=layer_type in registered))
-    return matrices
+            weights.append(replace(weight, name=dotted(name, prefix, weight.name), registered=layer_type in registered))
+    return weights
 
 
 def dotted(*names: str) -> str:
@@ -194,7 +194,7 @@ def _linear(
     module: nn.Module, W: Tensor, b: Tensor | None, limits: Limits, transposed: bool = False, stacked: bool = False
 ) -> Iterator[WeightMatrix]:
     """A matrix, or a stack of them."""
-    outputs, inputs = map(limits.blocks, reversed(W.shape[-2:]) if transposed else W.shape[-2:])
+    outputs, inputs = map(limits.blocks, (W.mT if transposed else W).shape[-2:])
     for i in range(len(W)) if stacked else (None,):
         name = "" if i is None else str(i)
         yield WeightMatrix(name, W, b, inputs, outputs, i, i, transposed)
@@ -213,8 +213,7 @@ def _convolved(input: Tensor, weight: Tensor, bias: Any = None, *form: Any, **op
 def _embedding(module: Any, W: Tensor, b: Tensor | None, limits: Limits) -> Iterator[WeightMatrix]:
     """Its inputs are one-hot, so their second moment is diagonal."""
     if not (module.scale_grad_by_freq or module.sparse):  # the gradient is then not Σ δ zᵀ, or not dense
-        outputs = limits.blocks(W.shape[1])
-        yield WeightMatrix("", W, None, Blocks(1, len(W)), outputs, transposed=True, one_hot=True)
+        yield WeightMatrix("", W, None, Blocks(1, len(W)), limits.blocks(W.shape[1]), transposed=True, one_hot=True)
 
 
 def _embedded(input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> dict[str, Any]:
@@ -256,6 +255,8 @@ FUNCTIONS: list[tuple[Any, str, Callable[..., dict[str, Any]] | None]] = [
     (F, "embedding", _embedded),
     *((place, f"conv{n}d", _convolved) for place in (F, torch) for n in (1, 2, 3)),
 ]
+# Those that do not show their products with weights, and what computes the same by `F.linear`.
+FORMULAS = [(torch._VF, name, partial(cell, formula)) for name, formula in CELLS.items()]
 REGISTERED: OrderedDict[int, tuple[type[nn.Module], Kind]] = OrderedDict()  # by handle
 
 

@@ -1,4 +1,4 @@
-"""Factors: the inverse (Ž+ε)⁻¹ of a damped second moment, in the form that is cheapest to apply.
+"""What all factors (Ž+ε)⁻¹ of a damped second moment share, and the exact one; other forms are files beside this one.
 
 `Dense` is the exact inverse, by Cholesky: block by block, or coordinate by coordinate. Another form or another way to
 compute it is a file of its own, such as `low_rank.py`, with a subclass of `Factor` and a function that makes it. A side

@@ -1,4 +1,4 @@
-"""The protocol of step rules: what turns gradients into a step. And products of directions, read at once.
+"""The protocol of step rules: what turns gradients into a step. And products of directions, for which the host waits.
 
 A rule is given the gradients of a step and the layers with their factors. It never measures statistics, and nothing
 that does knows which rule there is. A new rule is one file with a subclass of `StepRule`, which `BPRONG` makes.
