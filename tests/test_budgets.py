@@ -136,3 +136,8 @@ def test_hooks_and_private_functions_of_torch_are_used_in_one_folder():
         if any(door in attribute for attribute in attributes(tree) for door in doors):
             users.add(name.partition("/")[0])
     assert users == {"capture"}
+
+
+def test_low_precision_is_raised_in_one_way():
+    users = [name for name, tree in core().items() if "torch.promote_types" in attributes(tree)]
+    assert users == ["linalg/moments.py"], "at_least_float32"

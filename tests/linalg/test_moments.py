@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bprong.linalg.moments import Blocks, Moments, Sums, block_rows, feature_means, float64_copy
+from bprong.linalg.moments import Blocks, Moments, Sums, at_least_float32, block_rows, feature_means, float64_copy
 from helpers import assert_close, error_moments, input_moments, inverse
 
 sizes = st.integers(min_value=1, max_value=12)
@@ -258,3 +258,11 @@ def test_counted_indices_are_the_moments_of_one_hot_rows():
     one_hot = torch.nn.functional.one_hot(indices.flatten(), 4).double()
     assert found.weight == 6
     assert_close(found.second.flatten(), (one_hot.T @ one_hot / 6).diagonal(), 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"), ("float64", "float64")],
+)
+def test_nothing_is_computed_in_less_than_float32(stored, computed):
+    assert at_least_float32(getattr(torch, stored)) is getattr(torch, computed)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from bprong.capture.calls import Call
+from bprong.linalg.moments import at_least_float32
 
 
 def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
     """Return a mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
     rows = call.errors(delta).detach().flatten(1)
-    size = rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1)
+    size = rows.to(at_least_float32(rows.dtype)).norm(dim=1)
     return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
 from bprong.likelihood.loss import Loss, LossCall, Targets, targets_of
+from bprong.linalg.moments import at_least_float32
 from bprong.parallel.processes import is_sliced
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Output:
     def values(self) -> Tensor:
         """All of them, laid out, in at least float32."""
         values = laid_out(self.parts, self.class_dim)
-        return values.to(torch.promote_types(values.dtype, torch.float32))
+        return values.to(at_least_float32(values.dtype))
 
     def gradients(self, root: Tensor, wanted: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
         """Propagate a gradient at the values back; None: it does not reach there. The graph remains usable."""

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bprong.capture.cells import CELLS, cell
 from bprong.capture.convolution import Geometry
-from bprong.linalg.moments import Blocks, Limits
+from bprong.linalg.moments import Blocks, Limits, at_least_float32
 from bprong.parallel.slices import written_type
 
 COVERED = (
@@ -118,7 +118,7 @@ class WeightMatrix:
         entries = sum(side.entries for side in sides)
         is_centred = self.bias is not None and self.bias.requires_grad
         centre = self.inputs.groups * self.inputs.features if is_centred else 0
-        number_bytes = torch.float64.itemsize + torch.promote_types(self.weight.dtype, torch.float32).itemsize
+        number_bytes = torch.float64.itemsize + at_least_float32(self.weight.dtype).itemsize
         return {
             "memory": (entries + centre) * number_bytes,
             "refresh": sum(2 * side.entries * side.size for side in sides),  # Cholesky d³/3, its inverse 2d³/3; twice

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# The precision to compute in for numbers of a precision: its own or, as factors become indefinite in bfloat16, float32.
+at_least_float32 = partial(torch.promote_types, torch.float32)
 
 MAX_DIM = 4096  # a full side then takes 200 MB: 128 MB of float64 moments and a float32 inverse
 PANEL = 128  # rows of a second moment that are computed at once, from the diagonal on; symmetry gives the rest
@@ -213,7 +216,7 @@ class Sums:
 
     def add(self, rows: Tensor, expected: int = 0) -> None:
         """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
-        rows = rows.detach().to(float64_device(rows), torch.promote_types(rows.dtype, torch.float32))
+        rows = rows.detach().to(float64_device(rows), at_least_float32(rows.dtype))
         if self._centre:
             if self._origin is None:
                 self._origin = _origin(rows)

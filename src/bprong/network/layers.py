@@ -14,7 +14,7 @@ from bprong.capture.convolution import geometry_of
 from bprong.capture.listener import without_autocast
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.linalg.moments import MAX_DIM, Blocks, Limits, float64_copy, to_float64
+from bprong.linalg.moments import MAX_DIM, Blocks, Limits, at_least_float32, float64_copy, to_float64
 from bprong.network.coordinates import (
     Change,
     Multiplier,
@@ -290,7 +290,7 @@ class WhitenedConv2d(WhitenedLayer):
         # Whitening the weight instead of every patch is the same function with the same gradients, and far cheaper. It
         # also pads correctly: zeros put around z − c would be c put around z. Without autocast the weight is the one
         # that a stock layer would have, and the convolution then rounds it likewise.
-        precision = torch.promote_types(self.weight_dagger.dtype, torch.float32)
+        precision = at_least_float32(self.weight_dagger.dtype)
         with without_autocast(input.device.type):
             W, b = self._ordinary(lambda tensor: tensor.to(precision))
         return cast(Tensor, cast(nn.Conv2d, self._stock[0])._conv_forward(input, W, b))

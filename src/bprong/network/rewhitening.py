@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +20,7 @@ from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.families import mixed, nontrivial
 from bprong.linalg.factors import Damping
-from bprong.linalg.moments import Moments
+from bprong.linalg.moments import Moments, at_least_float32
 from bprong.linalg.roots import Root, RootSolver, root_of
 from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
@@ -224,7 +223,7 @@ class Rewhitening:
         """Move one side by a relative step with the rows measured, and return its track; an error changes nothing."""
         module = layer.linear.module
         U = module.U if side.of_inputs else module.R
-        U = U.to(torch.promote_types(U.dtype, torch.float32))
+        U = U.to(at_least_float32(U.dtype))
         V = moments.values.to(U) / math.sqrt(moments.weight)
         mean = None
         if moments.mean is not None:

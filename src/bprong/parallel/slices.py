@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from bprong.linalg.moments import at_least_float32
+
 if TYPE_CHECKING:
     from bprong.parallel.processes import Ranks
 
@@ -47,7 +49,7 @@ class Sharding:
         slices = {}
         for p, value in values.items():
             dim = value.placements[0].dim
-            part = self._longest_slice(value).to(torch.promote_types(value.dtype, torch.float32))
+            part = self._longest_slice(value).to(at_least_float32(value.dtype))
             parts: tuple[Tensor, ...] = ()  # one for each rank
             if self.parameters[p] == self.ranks.rank:
                 padded = torch.cat([part] * self.ranks.size, dim)

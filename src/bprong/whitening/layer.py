@@ -31,7 +31,7 @@ from bprong.linalg.factors import (
     factor_by_cholesky,
 )
 from bprong.linalg.low_rank import LOW_RANK_FROM, Backoff, factor_by_low_rank
-from bprong.linalg.moments import Blocks, Moments, feature_means, float64_device
+from bprong.linalg.moments import Blocks, Moments, at_least_float32, feature_means, float64_device
 from bprong.linalg.roots import RootSolver, factor_by_eigenvalues
 
 SideName = Literal["forward", "backward"]
@@ -39,7 +39,6 @@ SIDES: tuple[SideName, ...] = ("forward", "backward")
 Solver = Literal["auto", "exact", "low-rank"]  # the paper's network has solvers of its own (`RootSolver`)
 WeightAndBias = tuple[Tensor | None, Tensor | None]  # of W and of b: their gradients, or these preconditioned
 
-FLOAT32 = torch.float32.itemsize  # gradients in lower precision are converted to the factors' float32
 PATIENCE = 3  # consecutive failures after which an error is raised instead of a warning
 SAMPLING = 0.1  # times tr/N: the sampling error of eigenvalues from N observations
 _NUMBERS = {"refreshed_at": int, "mean_eigenvalue": float, "observations": float, "interval": int}
@@ -196,9 +195,8 @@ class Layer:
 
     @property
     def like(self) -> Tensor:
-        """What factors are like: the weight, in at least float32, since in bfloat16 they become indefinite."""
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        return torch.empty(0, dtype=dtype, device=self.weight.device)
+        """What factors and centres are stored like: the weight, in the precision that they are computed in."""
+        return torch.empty(0, dtype=at_least_float32(self.weight.dtype), device=self.weight.device)
 
     def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
         """Adds what was measured to the running averages; gives each side measured with the moments to factor.
@@ -240,20 +238,16 @@ class Layer:
     # Gradients → directions → steps -----------------------------------------------------------------------------------
 
     def gradients(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
-        """The gradients of W, as a matrix, and of b, as a vector; None for a parameter that has none.
-
-        In half precision they are converted to the factors' float32.
-        """
+        """The gradients of W, as a matrix, and of b, as a vector, in at least float32; None for one without."""
         g_W = gradients.get(self.weight)
         g_b = None if self.bias is None else gradients.get(self.bias)
-        if g_b is not None and g_b.dtype.itemsize < FLOAT32:
-            g_b = g_b.float()
-        if g_W is not None and g_W.dtype.itemsize < FLOAT32:
-            g_W = g_W.float()
         linear = self.linear
-        if not linear.is_plain:
-            g_b = None if g_b is None else linear.vector(g_b)
-            g_W = None if g_W is None else linear.matrix(g_W)
+        if g_b is not None:
+            g_b = g_b.to(at_least_float32(g_b.dtype))
+            g_b = g_b if linear.is_plain else linear.vector(g_b)
+        if g_W is not None:
+            g_W = g_W.to(at_least_float32(g_W.dtype))
+            g_W = g_W if linear.is_plain else linear.matrix(g_W)
         return g_W, g_b
 
     def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor]) -> None:
