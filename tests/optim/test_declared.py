@@ -578,11 +578,29 @@ def test_the_papers_words_may_be_computed_by_hand_at_a_fixed_rate(word):
         Run(network(), word, *BY_HAND[word], "auto")
 
 
-def test_a_likelihood_of_the_users_own_whose_targets_are_not_known_is_one_warning():
-    run = Run(network(), Laplace(), lambda f, y: Laplace().nll(f, y).mean(), NUMBERS, "auto", options={})
-    (message,) = run.warnings
-    assert "the targets are not known" in message
-    assert "observe(x, y)" in message
+def test_without_a_learning_rate_targets_that_cannot_be_seen_are_observed():
+    """The calls of a likelihood of the user's own, and the targets of x alone, cannot be seen."""
+    message = "Laplace, was not called with the output of the model: no call of it was seen.*observe\\(x, y\\)"
+
+    def loss(f, y):
+        return Laplace().nll(f, y).mean()
+
+    Run(network(), Laplace(), loss, NUMBERS, 0.01, options={}).assert_silent()
+    with pytest.raises(RuntimeError, match=message):
+        Run(network(), Laplace(), loss, NUMBERS, "auto", options={})
+    model = network()
+    optimizer = bprong.BPRONG(model, Laplace())
+    start = snapshot(model)
+    for t in range(3):
+        optimizer.zero_grad()
+        optimizer.observe(x, NUMBERS if t < 2 else None)
+        loss(model(x), NUMBERS).backward()
+        if t < 2:
+            optimizer.step()
+            start = snapshot(model)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert_same_path(snapshot(model), start, 0)
 
 
 @pytest.mark.parametrize("lr", RATES)

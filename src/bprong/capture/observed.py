@@ -5,6 +5,7 @@ Also what users are told if a batch, or the call of its loss, was not seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,7 @@ def with_loss_inside(call: Batch, model: nn.Module, loss: Loss, head: Head) -> B
     arrived = [each for each in losses if each.count(each.gradients)]
     batch = call.with_targets(loss, [part.detach() for part in run.parts], arrived, lambda: gradients)
     # A factor that the user puts on what the model returns is not known.
-    return replace(batch, targets=batch.targets and replace(batch.targets, total=None))
+    return replace(batch, targets=batch.targets and replace(batch.targets, total=math.nan))
 
 
 # What users are told --------------------------------------------------------------------------------------------------
@@ -89,13 +90,13 @@ def no_batch(model: nn.Module, no_output: str | None) -> Exception:
 def check_loss(
     loss: Loss, batches: Sequence[Batch], functions: Collection[str], needed: bool, is_observed: bool
 ) -> None:
-    """If no call of the declared loss was seen: raise an error where targets are needed, and otherwise warn.
+    """If the targets of a batch are unknown: raise an error where they are needed, and otherwise warn.
 
     functions: the loss functions that were called with the output
     """
+    unknown = [batch for batch in batches if batch.targets is None and (needed or batch.output is not None)]
     # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
-    is_expected = bool(loss.functions if needed else loss.kind) and (needed or not is_observed)
-    if not is_expected or all(batch.targets is not None or batch.output is None for batch in batches):
+    if not unknown or not (needed or (loss.kind and not is_observed)):
         return
     calls = "no call of it was seen"
     if functions:

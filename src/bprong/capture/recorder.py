@@ -234,7 +234,7 @@ class Recorder:
     def take(self, *, needed: bool, counting: bool, shared: bool) -> list[Batch]:
         """Return the batches since the last step, without empty ones.
 
-        needed:    raise an error if there is none, or if the declared loss was not seen and its targets are needed
+        needed:    raise an error if there is none, or if targets are unknown that the rule reads
         counting:  those of them whose loss counts any of its targets, since a mean of nothing is not finite
         shared:    whether other processes may have such batches if this one has none
         """
@@ -242,7 +242,8 @@ class Recorder:
         if needed and not batches:
             raise no_batch(self.model, self._no_output)
         batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
-        if needed and not self._loss_was_seen:
+        lacking = self.reads and any(batch.targets is None for batch in batches)
+        if needed and (lacking or not self._loss_was_seen):
             functions = {call.function for tape in self.reached for call in tape.losses}
             check_loss(self.loss, batches, functions, self.reads, is_observed=bool(self.observed))
             self._loss_was_seen = True

@@ -9,6 +9,7 @@ that the user's backward pass brings to its value. `declared.py` has what may be
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -148,12 +149,12 @@ class Targets:
 
     terms:  of the loss, with targets that are laid out like the output
     mask:   which targets it counts, without the output's last dimension; None: nothing says that any do not
-    total:  its value when it was called; None: its call was not seen
+    total:  its value when it was called; NaN: its call was not seen
     """
 
     terms: tuple[Term, ...]
     mask: Tensor | None = None
-    total: float | None = None
+    total: float = math.nan
 
     @classmethod
     def observed(cls, loss: Loss, y: Tensor) -> Targets:

@@ -192,7 +192,7 @@ class SteppingOptimizer(Optimizer):
             )
             rows.append([len(batches)])
         gradients.batches = batches
-        if any(batch.targets is None or batch.targets.total is None for batch in batches):
+        if any(batch.targets is None or math.isnan(batch.targets.total) for batch in batches):
             # Without the call of the loss, a scale that is divided out again cannot be told from clipping.
             gradients.factor = 1.0
         return not self._rule.reads_every_batch or any(row[0] for row in rows)

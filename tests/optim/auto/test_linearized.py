@@ -15,6 +15,7 @@ from bprong.capture.own_pass import Subset, rows_of, run_alone
 from bprong.capture.tape import Arguments, Batch
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.families import Likelihood
+from bprong.likelihood.loss import Targets
 from bprong.optim.auto.evaluation import LossModel, curvature, linearized, rerun
 from helpers import SelfAttention, assert_close, assert_unchanged, classification, mlp, snapshot
 
@@ -346,8 +347,9 @@ def test_drawn_targets_depend_on_the_seed_alone_and_leave_no_trace():
     model = mlp(4, 5, 3)
     x = rows(6, 4)
     directions = directions_of(model)
+    batch = Batch(x, targets=Targets.observed(declared_loss(Laplace()), rows(6, 3)))
     random = torch.random.get_rng_state()
-    one, same, other = (LossModel(model, Laplace()).evaluate(directions, [Batch(x)], {}, seed).Q for seed in (1, 1, 2))
+    one, same, other = (LossModel(model, Laplace()).evaluate(directions, [batch], {}, seed).Q for seed in (1, 1, 2))
     assert torch.equal(random, torch.random.get_rng_state())
     assert (one == same).all()
     assert (one != other).any()

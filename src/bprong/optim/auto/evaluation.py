@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, r
 from bprong.capture.tape import Batch, Head, laid_out
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
+from bprong.likelihood.loss import Targets
 from bprong.linalg.quadratic import Array
 from bprong.optim.auto.rule import SETTINGS, Evaluation
 from bprong.optim.rules import Direction, dot
@@ -68,13 +69,13 @@ class LossModel:
 
         with self._ranks.whole(self._model) as parameters:
             in_model = [_in_whole(parameters, direction) for direction in directions]
-            with self._ranks.exchange(k * k + k + 8) as rows:
+            with self._ranks.exchange(k * k + k + 7) as rows:
                 parts += self._parts(in_model, batches, seed)
-                numbers = sum([part.numbers for part in parts], np.zeros(k * k + k + 5))
+                numbers = sum([part.numbers for part in parts], np.zeros(k * k + k + 4))
                 length = sum(examples(batch.x) for batch in batches)
                 rows.append([*numbers.tolist(), length, self.everything, not self.forward_mode])
         totals: list[float] = np.sum(rows, axis=0).tolist()
-        *weighted, weight, unknown, targets, evaluated, count, undivided, refused = totals
+        *weighted, weight, targets, evaluated, count, undivided, refused = totals
         self.everything = undivided > 0
         self.forward_mode = refused == 0
         means = np.array(weighted) / weight
@@ -83,7 +84,7 @@ class LossModel:
             Q=means[: k * k].reshape(k, k),
             G=_products(directions, directions),
             penalty=_products(directions, penalties),
-            loss=None if unknown else float(means[-1]),
+            loss=float(means[-1]),
             slopes=means[k * k : -1],
             targets=int(targets),
             part=evaluated / count,
@@ -151,26 +152,17 @@ class LossModel:
             )
         if not subset.everything and batch.output is not None and output.shape != subset.rows(batch.output).shape:
             raise WhiteningError(f"{subset.count} of {subset.whole} examples give the shape {tuple(output.shape)}")
-        targets = batch.targets and batch.targets.select(subset.rows)
-        if targets and batch.output is None:
+        targets = cast(Targets, batch.targets).select(subset.rows)
+        if batch.output is None:
             self._likelihood.check_targets(output, targets.y)
-        if targets and targets.multiple == 0:  # none of them counts
-            targets = None
-        counted = None if targets is None else targets.counted
         with random_numbers(self._model, seed):  # for a likelihood that draws targets
-            Q = curvature(network, self._likelihood, counted)
+            Q = curvature(network, self._likelihood, targets.counted)
         if not np.isfinite(Q).all():
             raise WhiteningError("the model's output, or its change along the step, is not finite on this batch")
-        weight = targets.multiple if targets else 1.0
-        slopes = targets.slopes(output, network.along) if targets else [0.0] * len(Q)
-        loss = targets.mean(output) if targets else 0.0
-
-        def loss_now() -> float:
-            return weight * targets.mean(run()) if targets else math.nan
-
-        weighted = weight * np.array([*Q.flat, *slopes, loss, 1.0])
-        number = _counted_targets(self._likelihood, output, counted)
-        return _Part(np.append(weighted, [targets is None, number, subset.count]), loss_now)
+        weight = targets.multiple or 1.0  # zero: none of them counts, and their loss is NaN
+        weighted = weight * np.array([*Q.flat, *targets.slopes(output, network.along), targets.mean(output), 1.0])
+        number = _counted_targets(self._likelihood, output, targets.counted)
+        return _Part(np.append(weighted, [number, subset.count]), lambda: weight * targets.mean(run()))
 
     def _run_of(self, batch: Batch, subset: Subset, seed: int) -> Run:
         x = rows_of(batch.x, subset, next(self._model.parameters()).dtype)
@@ -185,8 +177,8 @@ def _in_whole(parameters: Mapping[Tensor, Tensor], direction: Mapping[Tensor, An
 class _Part(NamedTuple):
     """A batch.
 
-    numbers:   Q, slopes, loss and 1, times what multiple of the mean −log p of a target the user's loss is; whether the
-               targets are unknown, their number, and the number of examples
+    numbers:   Q, slopes, loss and 1, times what multiple of the mean −log p of a target the user's loss is; the numbers
+               of targets and of examples
     loss_now:  the loss at the current parameters, times this multiple
     """
 

@@ -97,7 +97,7 @@ class Evaluation:
 
     Q, G      (k, k) dᵢᵀ F dⱼ and dᵢᵀ dⱼ, which λ multiplies
     penalty   (k, k) the curvature of the penalty on parameters that weight decay is
-    loss      the mean −log p of a target; None: the targets are not known
+    loss      the mean −log p of a target; NaN: none of these targets counts
     slopes    (k,) its derivatives along the directions
     targets   the number of targets of the examples that this is of, which are this `part` of all examples
     loss_now  computes the loss at the current parameters, on the same examples and random numbers
@@ -106,7 +106,7 @@ class Evaluation:
     Q: Array
     G: Array
     penalty: Array
-    loss: float | None
+    loss: float
     slopes: Array
     targets: int
     part: float = 1.0
@@ -123,7 +123,8 @@ class AutoState:
     caution          the part of the bound on ½dᵀFd that is allowed; it doubles with each good step
     brake            times s: below one after an undone update, until the next batch would have gone further
     brake_safe       half of the brake at which an update was last undone, up to which the brake is released fast
-    loss             the averaged loss, as mean −log p of a target; `first_loss` is the first one
+    loss             the averaged loss, as mean −log p of a target; None before the first evaluation
+    first_loss       the first loss of a whole batch; zero before
     coefficients     α, β and μ
     length           ½dᵀFd of the last step, measured or estimated
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
@@ -143,7 +144,7 @@ class AutoState:
     brake: float = 1.0
     brake_safe: float = 1.0
     loss: float | None = None
-    first_loss: float | None = None
+    first_loss: float = 0.0
     coefficients: Parts = field(default_factory=dict)
     length: float = 0.0
     curvature: Parts = field(default_factory=dict)
@@ -292,7 +293,7 @@ class AutoRule(AutoState):
     def _note_loss(self, evaluation: Evaluation) -> None:
         """Averages the loss. Small batches keep more of the average, so that together they count as one large one."""
         loss = evaluation.loss
-        if loss is None or not math.isfinite(loss):
+        if not math.isfinite(loss):
             self.ratio = None
             return
         keep = max(1 - evaluation.targets / self.settings.evaluated_least, self.settings.keep)
@@ -321,7 +322,7 @@ class AutoRule(AutoState):
         return min(bound, self.most)
 
     def _bounding_loss(self) -> float:
-        """The averaged loss; infinite if it is unknown, or if its least value is."""
+        """The averaged loss; infinite if it, or its least value, is unknown."""
         return self.loss if self.loss is not None and self.loss >= 0 and self.nll_bounded else math.inf
 
     def _estimated_length(self, c: Parts, slope: float) -> float:
@@ -335,7 +336,7 @@ class AutoRule(AutoState):
 
     def blew_up(self, loss: float) -> bool:
         """Whether the loss of the whole batch, which evaluations do not see at every step, is far above the first."""
-        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.first_loss = self.first_loss or loss
         return loss > self.settings.blow_up * max(self.first_loss, self.loss or 0.0) and self.first_loss > 0
 
     def undone(self, t: int) -> None:

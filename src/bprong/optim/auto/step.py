@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from bprong.capture.tape import Batch
 from bprong.errors import warn
 from bprong.likelihood.families import mixed
+from bprong.likelihood.loss import Targets
 from bprong.linalg.factors import Damping
 from bprong.optim.auto.evaluation import LossModel
 from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Parts
@@ -150,7 +151,7 @@ class Automatic(StepRule):
         if gradients.noted:
             note_lengths(last, layers)
         self.pending = {} if evaluation is None else directions["whitened"]
-        if evaluation is not None and evaluation.loss is not None:
+        if evaluation is not None and not math.isnan(evaluation.loss):
             change = evaluation.loss_now() - evaluation.loss
             if not rule.update_damping(evaluation, c, change):
                 self.undo_(gradients)
@@ -166,16 +167,10 @@ class Automatic(StepRule):
 
     def _evaluated(self, directions: Mapping[str, Direction], gradients: Gradients, layers: Layers) -> Evaluation:
         """The quadratic model along the directions; the first one shows what evaluations cost."""
-        batches = gradients.batches
-        if any(batch.targets is None for batch in batches):
-            self._warn(
-                "the targets are not known, so damping will not adapt. Declare the loss module that you call, or call "
-                "optimizer.observe(x, y) before step()"
-            )
         seed = mixed(gradients.seed, -1)  # no other purpose has it at this step,
         if self._ranks.rank:  # and no other rank
             seed = mixed(seed, self._ranks.rank)
-        evaluation = self.loss_model.evaluate(list(directions.values()), batches, _decay(gradients), seed)
+        evaluation = self.loss_model.evaluate(list(directions.values()), gradients.batches, _decay(gradients), seed)
         if self.rule.period is None:
             count = len(directions.keys() | {"last"})
             share = self.rule.settings.evaluate_share
@@ -207,11 +202,11 @@ class Automatic(StepRule):
     # Undoing ----------------------------------------------------------------------------------------------------------
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
-        """Also notes what multiple of the mean −log p of a target the user's loss is, if the targets are known."""
+        """Also notes what multiple of the mean −log p of a target the user's loss is."""
         with self._ranks.exchange(2) as rows:
             rows.append(_totals(gradients.batches))
         total, scale = map(math.fsum, zip(*rows, strict=True))
-        if math.isnan(scale) or not scale:
+        if not scale:
             return False
         loss = total / scale
         scale /= self._ranks.size  # processes average their gradients
@@ -220,7 +215,7 @@ class Automatic(StepRule):
             return False
         if self.undo_(gradients):
             return True
-        self.rule.first_loss = max(self.rule.first_loss or 0.0, loss)  # it is that high without an update
+        self.rule.first_loss = max(self.rule.first_loss, loss)  # it is that high without an update
         return False
 
     def undo_(self, gradients: Gradients) -> bool:
@@ -265,14 +260,9 @@ def _decay(gradients: Gradients) -> dict[Tensor, float]:
 
 
 def _totals(batches: Sequence[Batch]) -> list[float]:
-    """The user's loss, and what multiple of the mean −log p of a target it is; NaN where this is not known."""
-    total = 0.0
-    scale = 0.0
-    for batch in batches:
-        targets = batch.targets
-        total += math.nan if targets is None or targets.total is None else targets.total
-        scale += math.nan if targets is None else targets.multiple
-    return [total, scale]
+    """The user's loss, NaN if it was not seen, and what multiple of the mean −log p of a target it is."""
+    targets = [cast(Targets, batch.targets) for batch in batches]
+    return [sum([one.total for one in targets]), sum([one.multiple for one in targets])]
 
 
 def _last_update_(gradients: Gradients) -> dict[Tensor, Tensor]:
