@@ -242,7 +242,7 @@ class Recorder:
         if needed and not batches:
             raise no_batch(self.model, self._no_output)
         batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
-        lacking = self.reads and any(batch.targets is None for batch in batches)
+        lacking = self.reads and None in [batch.targets for batch in batches]
         if needed and (lacking or not self._loss_was_seen):
             functions = {call.function for tape in self.reached for call in tape.losses}
             check_loss(self.loss, batches, functions, self.reads, is_observed=bool(self.observed))

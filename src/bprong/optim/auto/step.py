@@ -261,8 +261,13 @@ def _decay(gradients: Gradients) -> dict[Tensor, float]:
 
 def _totals(batches: Sequence[Batch]) -> list[float]:
     """The user's loss, NaN if it was not seen, and what multiple of the mean −log p of a target it is."""
-    targets = [cast(Targets, batch.targets) for batch in batches]
-    return [sum([one.total for one in targets]), sum([one.multiple for one in targets])]
+    total = 0.0
+    scale = 0.0
+    for batch in batches:
+        targets = cast(Targets, batch.targets)
+        total += targets.total
+        scale += targets.multiple
+    return [total, scale]
 
 
 def _last_update_(gradients: Gradients) -> dict[Tensor, Tensor]:
