@@ -16,7 +16,7 @@ from bprong.whitening import layers as layers_module
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers, Stack
 from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Periods, Schedule, Settings
+from bprong.whitening.schedule import Periods, Schedule
 from helpers import assert_close, error_moments, input_moments, inverse, mlp, snapshot
 
 f64 = torch.float64
@@ -292,7 +292,7 @@ def test_layers_of_one_shape_have_the_inverses_that_they_have_alone(damping):
     dampings = [Damping(damping.value * (i + 1), damping.relative_to) for i in range(4)]
     moments = [input_moments((i + 1) * rows(30, 5, i)) for i in range(4)]
     updated = update(layers, {str(i): LayerMoments(z=z) for i, z in enumerate(moments)}, 0.0)
-    schedule = Schedule(Settings(Periods(1)), layers)
+    schedule = Schedule(layers, Periods(1))
     refresh(layers, updated, schedule, lambda layer, _: dampings[int(layer.name)])
     for layer, z, epsilon in zip(layers.values(), moments, dampings, strict=True):
         assert_close(layer.forward.factor.inverse, inverse(z.second, epsilon), 1e-12)

@@ -18,7 +18,7 @@ from bprong.linalg.roots import Root
 from bprong.whitening.layer import PATIENCE, Layer
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Periods, Schedule, Settings
+from bprong.whitening.schedule import Periods, Schedule
 from helpers import (
     Idle,
     assert_close,
@@ -42,7 +42,7 @@ def made(backward=(1, 0), **others):
     """Two layers of one shape, and a schedule by which their forward sides are due at every step."""
     layers = Layers(Layer(weight_matrices_of(str(i), nn.Linear(4, 3).double())[0]) for i in range(2))
     periods = Periods(1, 0, *backward, **others)
-    return layers, Schedule(Settings(periods), layers)
+    return layers, Schedule(layers, periods)
 
 
 def measured(layers, seed=0, scale=1.0):

@@ -18,7 +18,6 @@ from bprong.whitening.schedule import (
     LONGEST_INTERVAL,
     SHORTEST_PERIOD,
     Schedule,
-    Settings,
     evaluation_period,
     mixed,
     period_for,
@@ -37,12 +36,11 @@ def layer_of(inputs, outputs, rows=100.0, backward=True):
     return layer
 
 
-def settings(forward=(4, 0), backward=(6, None), record_every=None, refresh="periodic", **others):
-    return Settings(Periods(*forward, *backward, record_every, refresh), **({"seed": 3} | others))
-
-
-def schedule(two_sided=True, **others):
-    return Schedule(settings(**others), Layers([layer_of(3, 2, backward=two_sided)]))
+def schedule(
+    two_sided=True, layers=None, forward=(4, 0), backward=(6, None), record_every=None, refresh="periodic", **others
+):
+    layers = Layers([layer_of(3, 2, backward=two_sided)]) if layers is None else layers
+    return Schedule(layers, Periods(*forward, *backward, record_every, refresh), **({"seed": 3} | others))
 
 
 def at(clock, steps, read):
@@ -121,6 +119,7 @@ def test_every_step_has_a_seed_of_its_own():
         ({"backward": (10, 10)}, "backward_offset must be .* less than 10, not 10"),
         ({"fisher": "true"}, "fisher must be one of .*'sampled'"),
         ({"average": 1.0}, "average must be .* less than 1"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
         ({"record_every": -1, "average": 0.5}, "record_every"),
         ({"record_every": 5}, "give average too"),
     ],
@@ -274,7 +273,7 @@ def test_sides_with_offsets_of_their_own_are_all_refreshed():
 def test_a_side_that_was_never_measured_follows_the_others():
     """An idle layer must not make measurements due that no other layer needs."""
     layers = Layers([layer_of(3, 2), Layer(weight_matrices_of("idle", nn.Linear(3, 2))[0])])
-    clock = Schedule(settings(refresh="drift", backward=(4, 0)), layers)
+    clock = schedule(layers=layers, refresh="drift", backward=(4, 0))
     for side in layers[""].sides:
         side.interval = 4
     assert [t for t, sides in enumerate(at(clock, 40, lambda clock: clock.refreshed)) if sides] == [0, 16, 32]

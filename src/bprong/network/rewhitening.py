@@ -30,7 +30,7 @@ from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
-from bprong.whitening.schedule import Periods, Schedule, Settings
+from bprong.whitening.schedule import Periods, Schedule
 
 RefreshMode = Literal["periodic", "continuous"]
 
@@ -111,8 +111,7 @@ class Rewhitening:
             backward_offset=backward_offset,
             record_every=record_every,
         )
-        settings = Settings(periods, "sampled" if fisher is None else fisher, average, seed)
-        self._schedule = Schedule(settings, self._layers)
+        self._schedule = Schedule(self._layers, periods, "sampled" if fisher is None else fisher, average, seed)
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
                             "backward_damping": backward_damping}  # fmt: skip
         for name, value in backward_options.items():
@@ -148,7 +147,7 @@ class Rewhitening:
                 carried_with(parameter, self._holders, layer.name)  # which raises before anything is changed
         trained = [layer for layer in self._layers.values() if layer.linear.is_trained]
         measured = self._measured(trained, x, y)
-        updated = update(self._layers, measured, self._schedule.settings.average)
+        updated = update(self._layers, measured, self._schedule.average)
         for layer in trained:
             for side in layer.sides:
                 is_missed = side not in updated and side.name not in self._tracks[layer.name]
@@ -172,7 +171,7 @@ class Rewhitening:
             inputs=schedule.measured["forward"],
             errors=schedule.measured["backward"],
             likelihood=self._likelihood if schedule.two_sided else None,
-            fisher=schedule.settings.fisher,
+            fisher=schedule.fisher,
             seed=mixed(schedule.seed, rank) if rank else schedule.seed,
             rows=self._mu > 0,
         )
@@ -201,7 +200,7 @@ class Rewhitening:
 
         It needs a root of the inverse, so it has no use for a factor.
         """
-        if not self._schedule.settings.average:
+        if not self._schedule.average:
             side.moments = None  # nothing reads them again
         tracks = self._tracks[layer.name]
         probe = cast(Tensor, measured[layer.name].probe)

@@ -30,7 +30,7 @@ from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
-from bprong.whitening.schedule import Periods, Schedule
+from bprong.whitening.schedule import Periods
 
 StepKind = Literal["natural", "spectral"]
 # By the name of a step: the rule at a given learning rate, and the directions of steps without one.
@@ -158,11 +158,11 @@ class BPRONG(SteppingOptimizer):
         self._forget()
 
     def _whitening_of(self, every: int | Periods | None) -> Whitening:
-        settings = self._options.settings(every, self._whitens_backward, self._rule)
         layers = self._layers()
         if not layers:
             raise ValueError(f"{type(self._model).__name__} has no layer that could be whitened; {COVERED}")
-        return Whitening(self._loss.likelihood, layers, Schedule(settings, layers), self._ranks)
+        schedule = self._options.schedule(layers, every, self._whitens_backward, self._rule)
+        return Whitening(self._loss.likelihood, layers, schedule, self._ranks)
 
     def _layers(self) -> Layers:
         """All layers of the model that can be whitened."""

@@ -18,7 +18,8 @@ from bprong.optim.fallback import Fallback
 from bprong.optim.rules import Defaults
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import SideName, Solver
-from bprong.whitening.schedule import Mode, Periods, Settings
+from bprong.whitening.layers import Layers
+from bprong.whitening.schedule import Mode, Periods, Schedule
 
 Power = Literal["half", "whole"]
 OVERHEAD = 0.1  # the share of run time to spend on statistics and factorisations, where no period is given
@@ -79,8 +80,8 @@ class Options:
         """The rule of parameters that are not whitened; rate: its learning rate, relative to the group's."""
         return Fallback(rate, self.fallback_betas)
 
-    def settings(self, every: int | Periods | None, backward: bool, rule: Defaults) -> Settings:
-        """The settings of the schedule; refuses what has no effect in the mode that was chosen."""
+    def schedule(self, layers: Layers, every: int | Periods | None, backward: bool, rule: Defaults) -> Schedule:
+        """The schedule of layers; refuses what has no effect in the mode that was chosen."""
         if isinstance(every, Periods):
             periods = every
         else:
@@ -91,7 +92,9 @@ class Options:
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
         _refuse(periods.record_every is not None and is_by_drift, "record_every", 'it needs refresh="periodic"')
         overhead = OVERHEAD if every is None else None
-        return Settings(periods, self.fisher, self.average, self.seed, overhead, rule.early_steps, rule.early_parts)
+        return Schedule(
+            layers, periods, self.fisher, self.average, self.seed, overhead, rule.early_steps, rule.early_parts
+        )
 
 
 def _refuse(without_effect: bool, name: str, reason: str) -> None:

@@ -64,7 +64,7 @@ def refresh(
         for side, (layer, moments) in updated.items():
             if side.name == name and (name in due or layer.name in new):
                 pending[side] = layer, moments, damping(layer, side)
-    if schedule.settings.periods.refresh == "drift":
+    if schedule.periods.refresh == "drift":
         pending = _drifted(pending, schedule, ranks)
     factors = shared_factors(pending, ranks) if ranks.owners else {}
     failed: set[Layer] = set()
@@ -175,7 +175,7 @@ class Whitening:
                 verify = verify or layer.forward.moments is None
         likelihood = self._likelihood if schedule.two_sided else None
         return Request(
-            weights, inputs, errors, likelihood, schedule.settings.fisher, schedule.seed,
+            weights, inputs, errors, likelihood, schedule.fisher, schedule.seed,
             verify=verify
         )  # fmt: skip
 
@@ -190,17 +190,17 @@ class Whitening:
     def refresh(self, measured: Mapping[str, LayerMoments], damping: Damper) -> None:
         """Refreshes the layers that are due from what was measured; an error changes nothing."""
         new = {name for name in measured if self.layers[name].forward.moments is None}
-        settings = self.schedule.settings
+        schedule = self.schedule
         with timed(self.seconds, "statistics"):
             measured = self._checked(measured, new)
             if not measured:
                 return
-            updated = update(self.layers, measured, settings.average)
+            updated = update(self.layers, measured, schedule.average)
         with timed(self.seconds, "factorisation"):
-            refresh(self.layers, updated, self.schedule, damping, new=new & self.unused, ranks=self.ranks)
-        if settings.overhead is not None and self.schedule.every is None:
+            refresh(self.layers, updated, schedule, damping, new=new & self.unused, ranks=self.ranks)
+        if schedule.overhead is not None and schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
-            self.schedule.every = period_for(measured_layers, settings.overhead)
+            schedule.every = period_for(measured_layers, schedule.overhead)
 
     def share(self) -> None:
         """Assigns each layer to one of several processes, which factors it."""
@@ -263,7 +263,7 @@ class Whitening:
         for name, layer in self.layers.items():
             if name in layers:
                 layer.load_state_dict(layers[name])
-            if self.schedule.settings.periods.refresh == "periodic":
+            if self.schedule.periods.refresh == "periodic":
                 for side in layer.sides:
                     side.interval = None  # of a run that refreshed by drift
         self.ranks.owners.clear()

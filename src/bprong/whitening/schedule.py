@@ -63,9 +63,8 @@ class Periods:
         return period("backward", every, self.backward_offset)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """When sides are measured and refreshed, and from which targets.
+class Schedule:
+    """The clock of a run, and what is due at the next step that measures anything, and from which targets.
 
     fisher:       the targets behind D
     average:      the factor on a running average's weight at each measurement; 0: no average
@@ -73,29 +72,6 @@ class Settings:
     overhead:     the share of run time that determines the period; None: `periods` hold
     early_steps:  further steps at which everything is measured, if `overhead` determines the period,
     early_parts:  and parts of the first period after which it is measured: a half is 2
-    """
-
-    periods: Periods
-    fisher: Fisher = "sampled"
-    average: float = 0.0
-    seed: int | None = None
-    overhead: float | None = None
-    early_steps: tuple[int, ...] = ()
-    early_parts: tuple[int, ...] = EARLY_PARTS
-
-    def __post_init__(self) -> None:
-        one_of("fisher", self.fisher, get_args(Fisher))
-        number("average", self.average, 0, 1)
-        if self.seed is not None:
-            integer("seed", self.seed, 0)
-        if self.periods.record_every is not None:
-            period("record", self.periods.record_every, 0)
-            if self.average == 0:
-                raise ValueError("record_every measures for a running average: give average too, e.g. average=0.9")
-
-
-class Schedule:
-    """The clock of a run, and what is due at the next step that measures anything.
 
     t:          the step
     every:      the period that `overhead` determined; None before the first refresh
@@ -105,21 +81,34 @@ class Schedule:
     measured:   the names of the layers whose inputs, and whose errors, are measured at that step
     """
 
-    def __init__(self, settings: Settings, layers: Mapping[str, Layer]) -> None:
-        self.settings = settings
+    def __init__(
+        self, layers: Mapping[str, Layer], periods: Periods, fisher: Fisher = "sampled", average: float = 0.0,
+        seed: int | None = None, overhead: float | None = None,
+        early_steps: tuple[int, ...] = (), early_parts: tuple[int, ...] = EARLY_PARTS,
+    ) -> None:  # fmt: skip
+        self.periods = periods
+        self.fisher = one_of("fisher", fisher, get_args(Fisher))
+        self.average = number("average", average, 0, 1)
+        self.base_seed = torch.initial_seed() if seed is None else integer("seed", seed, 0)
+        self.overhead = overhead
         self.t = 0
         self.every: int | None = None
-        self.base_seed = torch.initial_seed() if settings.seed is None else settings.seed
+        if periods.record_every is not None:
+            period("record", periods.record_every, 0)
+            if average == 0:
+                raise ValueError("record_every measures for a running average: give average too, e.g. average=0.9")
+        self._early_steps = early_steps
+        self._early_parts = early_parts
         self._layers = layers
         names = {side.name for layer in layers.values() for side in layer.sides}
         self.two_sided = "backward" in names
-        self._periods = {name: settings.periods.of(name) for name in SIDES if name in names}
+        self._periods = {name: periods.of(name) for name in SIDES if name in names}
         self.plan()
 
     def plan(self) -> None:
         """Look ahead from step t; to be called once that step was made, and when layers or intervals changed."""
-        early = [step for step in self._early_steps() if step >= self.t]
-        record_every = self.settings.periods.record_every
+        early = [step for step in self._early() if step >= self.t]
+        record_every = self.periods.record_every
         recorded = [] if record_every is None else [self.t + -self.t % record_every]
         sides = [(layer.name, side) for layer in self._layers.values() for side in layer.sides]
         steps = {}
@@ -167,12 +156,12 @@ class Schedule:
         every, offset = self._periods[name] if self.every is None else (self.every, 0)
         return self.t + (offset - self.t) % (every * interval)
 
-    def _early_steps(self) -> set[int]:
+    def _early(self) -> set[int]:
         """The steps at which every side is due: the first one, and some early in the first period."""
-        if self.settings.overhead is None:
+        if self.overhead is None:
             return set()
-        parts = [] if self.every is None else [self.every // part for part in self.settings.early_parts]
-        return {0, *parts, *self.settings.early_steps}
+        parts = [] if self.every is None else [self.every // part for part in self._early_parts]
+        return {0, *parts, *self._early_steps}
 
     def state_dict(self) -> dict[str, Any]:
         return {"t": self.t, "seed": self.base_seed, "every": self.every}
@@ -182,7 +171,7 @@ class Schedule:
             raise ValueError(f"the state of a schedule has t, seed and every; this one has {sorted(state)}")
         self.t = state["t"]
         self.base_seed = state["seed"]
-        self.every = state["every"] if self.settings.overhead is not None else None  # else the user has given a period
+        self.every = state["every"] if self.overhead is not None else None  # else the user has given a period
         self.plan()
 
 
