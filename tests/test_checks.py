@@ -10,7 +10,8 @@ import torch
 from torch.nn.parallel import DataParallel
 
 import bprong
-from bprong.checks import integer, number, one_of, pair, period, positive, unwrapped, wrapper_of
+from bprong.checks import integer, number, one_of, pair, period, positive
+from bprong.parallel.slices import unwrapped, wrapper_of
 from helpers import mlp
 
 

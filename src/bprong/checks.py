@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
@@ -22,57 +22,6 @@ def pair(samples: Any) -> Any:
             f"samples must be x or (x, y), not a tuple of {len(samples)}; give several inputs as ((x1, x2), y)"
         )
     return samples if samples is None or isinstance(samples, tuple) else (samples, None)
-
-
-# By the beginning of a class's name, because importing torch.distributed.fsdp takes seconds.
-_WRAPPERS = {
-    "FSDPModule": "fully_shard",
-    "FullySharded": "FullyShardedDataParallel",
-    "DataParallel": "DataParallel",
-    "DistributedDataParallel": "DistributedDataParallel",
-}
-
-
-def wrapper_of(module: nn.Module) -> str | None:
-    """Return the name of what wraps a module to train it on several devices, if anything does."""
-    for kind in type(module).__mro__:
-        for beginning, name in _WRAPPERS.items():
-            if kind.__name__.startswith(beginning):
-                return name
-    return None
-
-
-def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
-    """Return the model inside of DistributedDataParallel; raise ValueError for other ways to train on several devices.
-
-    fully_sharded: whether a model that was sharded as a whole by FSDP2's `fully_shard` is accepted too
-    """
-    if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "torch.compile around DistributedDataParallel hides what the model is called with. Compile the model "
-            "itself: DistributedDataParallel(torch.compile(model))"
-        )
-    is_sharded = fully_sharded and wrapper_of(model) == "fully_shard"
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    for name, module in model.named_modules():
-        wrapper = wrapper_of(module)
-        if wrapper and not (is_sharded and wrapper == "fully_shard"):
-            raise ValueError(
-                f"{f'its module {name!r}' if name else 'the model'} is wrapped for {wrapper}, which is not supported. "
-                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel"
-                + (", or shard the whole model too: fully_shard(model)" if fully_sharded else "")
-            )
-    for name, parameter in model.named_parameters():
-        placements = getattr(parameter, "placements", None)  # of a DTensor
-        if is_sharded and [type(placement).__name__ for placement in placements or ()] != ["Shard"]:
-            raise ValueError(
-                f"parameter {name!r} is not sharded over a mesh of one dimension, but placed {placements}. "
-                f"fully_shard(model) without ignored_params does that; HSDP and tensor parallelism are not supported"
-            )
-        if placements and not is_sharded:
-            raise ValueError(f"parameter {name!r} is a DTensor: tensor-parallel models are not supported")
-    return model
 
 
 def number(kind: str, value: float, minimum: float, below: float = math.inf) -> float:

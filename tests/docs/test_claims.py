@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bprong
-from bprong.checks import unwrapped
+from bprong.parallel.slices import unwrapped
 from helpers import assert_close, classification, mlp
 from training import train
 

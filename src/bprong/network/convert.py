@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from bprong.checks import integer, wrapper_of
+from bprong.checks import integer
 from bprong.linalg.moments import MAX_DIM
 from bprong.network.layers import Stock, WhitenedConv2d, WhitenedLayer, WhitenedLinear
+from bprong.parallel.slices import wrapper_of
 
 M = TypeVar("M", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -15,7 +15,7 @@ from bprong.capture.listener import uninterrupted
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import number, one_of, pair, unwrapped
+from bprong.checks import number, one_of, pair
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.families import mixed, nontrivial
@@ -26,6 +26,7 @@ from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Holder, Transports, carried_with, carry_, holders_for
 from bprong.parallel.processes import Ranks
+from bprong.parallel.slices import unwrapped
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all

@@ -14,7 +14,7 @@ from bprong.capture.measure import Meter
 from bprong.capture.recorder import Recorder
 from bprong.capture.tape import Head
 from bprong.capture.weights import COVERED, covered_weights
-from bprong.checks import number, one_of, unwrapped
+from bprong.checks import number, one_of
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
@@ -27,6 +27,7 @@ from bprong.optim.rules import Directions, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirections
 from bprong.optim.stepping import SteppingOptimizer, fallback_of, name_in
 from bprong.parallel.processes import Ranks
+from bprong.parallel.slices import unwrapped
 from bprong.whitening.layer import Layer, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening

@@ -22,14 +22,13 @@ from bprong.capture.coverage import fallback_reasons
 from bprong.capture.listener import uninterrupted, without_autocast
 from bprong.capture.measure import Meter, timed
 from bprong.capture.recorder import Recorder
-from bprong.checks import unwrapped
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
 from bprong.optim.checkpoint import KEY
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule, read
 from bprong.parallel.processes import Ranks, local, summed
-from bprong.parallel.slices import reshard
+from bprong.parallel.slices import reshard, unwrapped
 from bprong.whitening.layer import PATIENCE
 from bprong.whitening.refresh import SEEN_IN_PART, Whitening
 
