@@ -259,7 +259,7 @@ class Layer:
         if d_W is not None and is_plain:
             into[self.weight] = d_W
         elif d_W is not None:
-            self.linear.matrix(_zeros_once(into, self.weight, d_W)).copy_(d_W)
+            self.linear.matrix(into.setdefault(self.weight, d_W.new_zeros(self.weight.shape))).copy_(d_W)
         if d_b is None or self.bias is None:
             return
         if d_W is not None and self.c is not None:
@@ -268,7 +268,7 @@ class Layer:
         if is_plain:
             into[self.bias] = d_b
         else:
-            self.linear.vector(_zeros_once(into, self.bias, d_b)).copy_(d_b)
+            self.linear.vector(into.setdefault(self.bias, d_b.new_zeros(self.bias.shape))).copy_(d_b)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -301,10 +301,3 @@ class Layer:
         for side in self.sides:
             side.load_state_dict(state[side.name], like)
         self.c = state["c"].to(like) if "c" in state else None
-
-
-def _zeros_once(into: dict[Tensor, Tensor], parameter: Tensor, like: Tensor) -> Tensor:
-    """The entry of a parameter, which starts at zero."""
-    if parameter not in into:
-        into[parameter] = like.new_zeros(parameter.shape)
-    return into[parameter]
