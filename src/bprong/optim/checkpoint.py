@@ -4,9 +4,7 @@
 shapes must depend on the model alone. Moments and factors are therefore stored whole, with zeros where there are none,
 and NaN stands for a number that is not known yet. Each parameter has an entry KEY:
 
-    moved, has_pending
-               whether the last step moved it, and whether it has a pending direction (lr="auto")
-    pending    that direction
+    pending    its pending direction, and has_pending: whether there is one (lr="auto")
     layers     of a weight, or of a bias whose weight is not trained: by number, the states of its layers, and a tensor
                that tells whether each is whitened and centred
     optimizer  of the first parameter: by the class of the optimizer and by its step rule, the numbers of the schedule
@@ -40,9 +38,8 @@ def packed(kind: str, parameters: list[Tensor], whitening: Whitening, rule: Step
     kind: the name of the class of the optimizer
     """
     numbers = rule.state_dict(parameters)
-    flags = numbers.pop("moved", [False] * len(parameters))
     directions = numbers.pop("pending", [])
-    entries: list[State] = [{"moved": flag} for flag in flags]
+    entries: list[State] = [{} for _ in parameters]
     for entry, p, direction in zip(entries, parameters, directions, strict=bool(directions)):
         entry["has_pending"] = direction is not None
         entry["pending"] = torch.zeros_like(p) if direction is None else direction
@@ -64,7 +61,6 @@ def unpacked(
     rule_state = numbers.get("rule", {})
     if any("pending" in entry for entry in entries.values()):
         by_place = [entries.get(i, {}) for i in range(len(parameters))]
-        rule_state["moved"] = [bool(entry.get("moved")) for entry in by_place]
         rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in by_place]
     saved = {(i, number): state for i, entry in entries.items() for number, state in entry.get("layers", {}).items()}
     places = _places(parameters, whitening)

@@ -177,7 +177,7 @@ class StepRule(ABC, Defaults):
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
         """What outlives a step: numbers under keys that never change, None where there is none.
 
-        Under "moved" and "pending" a rule may have a flag and a tensor for each parameter.
+        Under "pending" a rule may have a tensor for each parameter.
         """
         return {}
 

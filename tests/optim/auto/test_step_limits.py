@@ -291,6 +291,29 @@ def test_two_gradients_in_a_row_that_are_not_finite_undo_the_last_update():
     assert F.cross_entropy(model(batch[0]), batch[1]) < loss / 2
 
 
+def test_only_what_the_last_step_moved_is_undone_also_after_a_checkpoint():
+    """The last layer has no gradient at the last step, and keeps its update of the step before."""
+    model = mlp(5, 8, 3)
+    optimizer = auto(model)
+    train(model, optimizer, [DATA] * 3)
+    before = snapshot(model)
+    optimizer.zero_grad()
+    F.cross_entropy(model(DATA[0]), DATA[1]).backward()
+    for p in model[2].parameters():
+        p.grad = None
+    optimizer.step()
+    moved = {name for name, values in snapshot(model).items() if not torch.equal(values, before[name])}
+    assert moved == {"0.weight", "0.bias"}
+    resumed = auto(model)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, torch.nan)
+        with pytest.warns(WhiteningWarning, match="not finite"):
+            resumed.step()
+    assert_same_path(snapshot(model), before)
+
+
 def test_a_first_example_that_is_fitted_by_chance_does_not_stop_training():
     """The losses of most other examples are more than ten times its loss. No update is to blame for that."""
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -28,7 +27,8 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
 
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
-LAST_LR = "last_lr"  # and of the lr it was made at
+LAST_LR = "last_lr"  # of the lr it was made at,
+LAST_STEP = "last_step"  # and of the number of that step
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class Automatic(StepRule):
 
     damping: of both sides, where the rule does not choose it
     pending: Δ of the last step, if that was evaluated, for the next batch to check its slope
-    moved:   the parameters that the last step moved
     """
 
     reads_every_batch = True
@@ -89,7 +88,6 @@ class Automatic(StepRule):
         self.early_steps = directions.early_steps
         self.early_parts = directions.early_parts
         self.pending: Direction = {}
-        self.moved: list[Tensor] = []
         self._damping = damping
         self._ranks = ranks
         self._warned: set[str] = set()
@@ -137,7 +135,7 @@ class Automatic(StepRule):
         lr = max([float(group["lr"]) for group in gradients.groups.values()])
         rates = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in gradients.groups.items()}
         directions: dict[str, Direction] = {**self.directions.by_kind(gradients, layers, rates)}
-        if self.moved and self.directions.keeps_last_update:
+        if gradients.t and self.directions.keeps_last_update:
             directions["last"] = last
         measured = {"whitened": directions["whitened"]}
         evaluation = None
@@ -147,7 +145,6 @@ class Automatic(StepRule):
         slopes = {name: dot(gradients.values, d) for name, d in measured.items()}
         c = rule.choose(gradients.t, slopes, evaluation, lr)
         _update_(last, directions, c)
-        self.moved = list(last)
         if gradients.noted:
             note_lengths(last, layers)
         self.pending = {} if evaluation is None else directions["whitened"]
@@ -220,7 +217,9 @@ class Automatic(StepRule):
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
-        updates = {p: gradients.states[p][LAST] for p in self.moved}
+        steps = {p: state[LAST_STEP] for p, state in gradients.states.items() if LAST_STEP in state}
+        latest = max(steps.values(), default=0)
+        updates = {p: gradients.states[p][LAST] for p, t in steps.items() if t == latest}
         if not dot(updates, updates):
             return False
         torch._foreach_sub_(list(updates), list(updates.values()))
@@ -237,8 +236,6 @@ class Automatic(StepRule):
             state[name] = dict.fromkeys(("whitened", "adam", "last")) | state[name]
         state["everything"] = self.loss_model.everything
         state["forward_mode"] = self.loss_model.forward_mode
-        parameters_moved = set(self.moved)
-        state["moved"] = [p in parameters_moved for p in parameters]
         state["pending"] = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
         return state
 
@@ -247,7 +244,6 @@ class Automatic(StepRule):
         self.loss_model.forward_mode = state["forward_mode"]
         directions = dict(zip(parameters, state["pending"], strict=True))
         self.pending = {p: d.detach().to(p.device, copy=True) for p, d in directions.items() if d is not None}
-        self.moved = list(compress(parameters, state["moved"]))
         numbers = {field.name: state[field.name] for field in fields(AutoState) if field.name in state}
         for name in ("coefficients", "curvature"):
             numbers[name] = {part: value for part, value in state[name].items() if value is not None}
@@ -281,6 +277,7 @@ def _last_update_(gradients: Gradients) -> dict[Tensor, Tensor]:
         if lr < before:
             last[p].mul_(lr / before)
         state[LAST_LR] = lr
+        state[LAST_STEP] = gradients.t
     return last
 
 
