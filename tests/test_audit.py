@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.audit import fisher_factors, fisher_matrices, identity_measures, matrix_measures
+from bprong.audit import fisher_factors, fisher_matrices, identity_measures, matrix_measures, second_moments
 from bprong.experiments.auditing import in_three_coordinates
+from bprong.linalg import moments
 from helpers import assert_close, classification, mlp
 
 
@@ -115,6 +116,21 @@ def test_second_moments_alone_give_the_same_block_measures(bias, backward, monke
             assert cheap["matrices"]["block"][key] == pytest.approx(value, abs=1e-6), key
     for name, sides in full["layers"].items():
         assert cheap["layers"][name] == pytest.approx(sides, rel=1e-6)
+
+
+def test_second_moments_of_many_outputs_store_no_errors_and_are_summed_in_float64(monkeypatch):
+    """Errors of all examples and outputs took gigabytes; products in float32 would hide what rank they have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 40))
+    x = torch.randn(300, 8)
+    exact = {layer.name: layer.D(layer) for layer in fisher_factors(model, x, "cross_entropy")}
+    longest = []
+    add_products_ = moments.add_products_
+    monkeypatch.setattr(moments, "add_products_", lambda s, r, k=1.0: longest.append(len(r)) or add_products_(s, r, k))
+    sides = second_moments(model, x, "cross_entropy")
+    assert max(longest) <= len(x)
+    for name, (_, D) in sides.items():
+        assert_close(D, exact[name], 1e-12)
 
 
 def test_a_stock_layer_of_any_width_is_one_block_and_padded_rows_count():

@@ -11,7 +11,7 @@ over x.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bprong.capture.measure import record
-from bprong.capture.request import LayerMoments, Request
+from bprong.capture.request import Request
 from bprong.capture.weights import WeightMatrix, weight_matrices_of, weight_matrix_of
 from bprong.likelihood.declared import Declaration, declared_loss
 from bprong.linalg.moments import Limits, Moments, finite, float64_copy
@@ -40,12 +40,7 @@ class FisherFactors:
     name: str
     z_bar: Tensor
     delta: Tensor
-    targets: int
-
-    @property
-    def parameters(self) -> int:
-        """The number of the layer's parameters."""
-        return self.z_bar.shape[-1] * self.delta.shape[-1]
+    targets: float
 
     def Z(self, other: FisherFactors) -> Tensor:
         """Return E[z̄z̄ᵀ] between this layer and another, the mean over rows."""
@@ -61,6 +56,34 @@ def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFa
 
     Convolutions, and layers that are whitened in several blocks, are left out. The errors of all examples are stored.
     """
+    factors = []
+    for weight, z_bar, errors in _measured(model, x, loss, rows=True):
+        delta = float64_copy(errors.values)
+        R = getattr(weight.module, "R", None)
+        if R is not None:
+            delta = delta @ float64_copy(R).T
+        delta = delta.view(-1, *z_bar.shape[:2], delta.shape[-1])
+        factors.append(FisherFactors(weight.name, z_bar, delta, errors.weight))
+    return factors
+
+
+def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates; errors of examples are not stored."""
+    sides = {}
+    for weight, z_bar, errors in _measured(model, x, loss, rows=False):
+        D = errors.second
+        R = getattr(weight.module, "R", None)
+        if R is not None:
+            D = float64_copy(R) @ D @ float64_copy(R).T
+        rows = z_bar.flatten(0, 1)
+        sides[weight.name] = rows.T @ rows / len(rows), D
+    return sides
+
+
+def _measured(
+    model: nn.Module, x: Any, loss: Declaration, rows: bool
+) -> Iterator[tuple[WeightMatrix, Tensor, Moments]]:
+    """Yield the weights that the audit supports, with z̄ and the moments of errors; rows: see `Request`."""
     weights = {}  # whose z is not centred
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
@@ -70,31 +93,22 @@ def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFa
     if not weights:
         raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
     names = {weight.name for weight in weights}
-    measured = record(model, Request(weights, names, names, declared_loss(loss).likelihood, "exact", rows=True), x)
-    return [_factors(weight, measured[weight.name]) for weight in weights if measured[weight.name].delta is not None]
-
-
-def _factors(weight: WeightMatrix, measured: LayerMoments) -> FisherFactors:
-    """Return the factors of one layer, in its own coordinates."""
-    z = float64_copy(cast(Tensor, measured.probe))
-    z = z.reshape(len(z), -1, z.shape[-1])
-    delta = float64_copy(cast(Moments, measured.delta).values)
-    if cast(Moments, measured.z).weight > z.shape[:2].numel():
-        raise ValueError(f"{weight.name} is called more than once in a forward pass; the audit supports one call")
-    layer = weight.module
-    if layer is not None:
-        z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
-        delta = delta if layer.R is None else delta @ float64_copy(layer.R).T
-    if weight.bias is not None:
-        z = nn.functional.pad(z, (1, 0), value=1.0)
-    if not (finite(z) and finite(delta)):
-        raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
-    return FisherFactors(weight.name, z, delta.view(-1, *z.shape[:2], delta.shape[-1]), measured.targets)
-
-
-def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates."""
-    return {layer.name: (layer.Z(layer), layer.D(layer)) for layer in fisher_factors(model, x, loss)}
+    measured = record(
+        model, Request(weights, names, names, declared_loss(loss).likelihood, "exact", rows=rows, precise=True), x
+    )
+    for weight in weights:
+        layer = measured[weight.name]
+        if layer.delta is None:
+            continue
+        z = float64_copy(cast(Tensor, layer.probe))
+        z = z.reshape(len(z), -1, z.shape[-1])
+        if cast(Moments, layer.z).weight > z.shape[:2].numel():
+            raise ValueError(f"{weight.name} is called more than once in a forward pass; the audit supports one call")
+        if not (finite(z) and layer.delta.finite):
+            raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
+        if weight.module is not None:
+            z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
+        yield weight, z if weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0), layer.delta
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -108,8 +122,9 @@ def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
     )
     matrices = {"exact": scores.T @ scores / layers[0].targets}
     if all(a.z_bar.shape[1] == 1 for a in layers):
-        rows = [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
-        matrices["kronecker"] = torch.cat(rows)
+        matrices["kronecker"] = torch.cat(
+            [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]
+        )
     matrices["block"] = torch.block_diag(*(torch.kron(a.Z(a), a.D(a)) for a in layers))  # type: ignore[no-untyped-call]
     return matrices
 
@@ -130,14 +145,15 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
     double = torch.finfo(torch.float64)
     largest = float(eigenvalues.max())
     nonzero = eigenvalues[eigenvalues > largest * n * max(double.eps, eps**2)]
-    alignment = float(eigenvalues.sum() ** 2 / eigenvalues.square().sum().clamp(min=double.tiny)) / n
-    near_one = (eigenvalues >= 0.5) & (eigenvalues <= 2)
     return {
         "distance": float((eigenvalues - 1).norm()) / n**0.5,
-        "distance_scaled": max(0.0, 1 - alignment) ** 0.5,
+        "distance_scaled": max(
+            0.0, 1 - float(eigenvalues.sum() ** 2 / eigenvalues.square().sum().clamp(min=double.tiny)) / n
+        )
+        ** 0.5,
         "condition": largest / float(nonzero.min()) if len(nonzero) else float("inf"),
         "rank": len(nonzero) / n,
-        "near_one": float(near_one.double().mean()),
+        "near_one": float(((eigenvalues >= 0.5) & (eigenvalues <= 2)).double().mean()),
         "off_block": off_block,
     }
 
@@ -145,8 +161,8 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
 def matrix_measures(G: Tensor, blocks: Sequence[int], eps: float = 0.0) -> dict[str, float]:
     """Return the `identity_measures` of a matrix whose diagonal blocks have these sizes."""
     is_own = torch.block_diag(*(G.new_ones(size, size) for size in blocks))  # type: ignore[no-untyped-call]
-    ratio = (G * (1 - is_own)).norm() / G.norm().clamp(min=torch.finfo(G.dtype).tiny)
-    return identity_measures(torch.linalg.eigvalsh(G), float(ratio) ** 2, eps)
+    off_block = float((G * (1 - is_own)).norm() / G.norm().clamp(min=torch.finfo(G.dtype).tiny)) ** 2
+    return identity_measures(torch.linalg.eigvalsh(G), off_block, eps)
 
 
 def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
@@ -160,17 +176,16 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     >>> report["parameters"], sorted(report["matrices"])
     (8, ['block', 'exact', 'kronecker'])
     """
-    layers = fisher_factors(model, x, loss)
-    sides = {layer.name: (layer.Z(layer), layer.D(layer)) for layer in layers}
-    sizes = [layer.parameters for layer in layers]
+    sides = second_moments(model, x, loss)
+    sizes = [len(Z) * len(D) for Z, D in sides.values()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if sum(sizes) <= EXACT_UP_TO:
-        measures = {kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(layers).items()}
+        measures = {
+            kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(fisher_factors(model, x, loss)).items()
+        }
     else:
         measures = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
-    white = {}
-    for name, (Z, D) in sides.items():
-        white[name] = {"z": _distance_from_white(Z), "delta": _distance_from_white(D)}
+    white = {name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()}
     return {"parameters": sum(sizes), "matrices": measures, "layers": white}
 
 

@@ -270,10 +270,11 @@ def test_a_layer_that_receives_no_statistics():
 # The loop -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_optimizer_with_zero_gradients():
+@pytest.mark.parametrize("every", [None, Periods(6, 3, 6, 2)], ids=["due at 0", "due later"])
+def test_a_fresh_optimizer_with_zero_gradients(every):
     """As in distributed checkpointing; and an empty state is saved and loaded. Neither counts as a step."""
     model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, every=every)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     before = snapshot(model)

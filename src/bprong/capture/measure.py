@@ -26,7 +26,7 @@ from bprong.capture.tape import Batch, Head, Output
 from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import drawing, mixed
 from bprong.likelihood.loss import Loss, Targets
-from bprong.linalg.moments import Sums
+from bprong.linalg.moments import Sums, to_float64
 from bprong.parallel.processes import ALONE, Ranks, is_sliced
 
 
@@ -91,7 +91,7 @@ def measure(
         if counted is not None or call.positions is not None:
             reached[call] = nonzero_rows(call, delta) | reached.get(call, False)
         if call.weight.name in request.errors:
-            call.add_errors(delta, errors[call.weight.name])
+            call.add_errors(to_float64(delta) if request.precise else delta, errors[call.weight.name])
 
     with recorded.quiet():
         for root in _roots(request, output.values, y, counted):

@@ -25,6 +25,7 @@ class Request:
     fisher:          the targets behind δ: drawn from the model, all of them, or those of the data
     seed:            of the targets that are drawn
     rows:            whether to keep the rows themselves in the moments
+    precise:         whether products of errors are summed in float64 where float32 would do for a step
     verify:          whether to find out if all uses of the layers' weights are recorded
     """
 
@@ -35,6 +36,7 @@ class Request:
     fisher: Fisher = "sampled"
     seed: int = 0
     rows: bool = False
+    precise: bool = False
     verify: bool = False
 
 

@@ -89,7 +89,7 @@ def _draw(networks: Mapping[str, nn.Module], audits: Mapping[str, Any], x: Tenso
         layers = {name: fisher_factors(model, x, "cross_entropy") for name, model in networks.items()}
         matrices = {name: fisher_matrices(own) for name, own in layers.items()}
         eigenvalues = {name: torch.linalg.eigvalsh(own["exact"]) for name, own in matrices.items()}
-        sizes = [layer.parameters for layer in layers["plain"]]
+        sizes = [layer.z_bar.shape[-1] * layer.delta.shape[-1] for layer in layers["plain"]]
         figures = {
             "matrices": partial(matrices_figure, matrices, sizes),
             "spectra": partial(eigenvalues_figure, eigenvalues, "Eigenvalues of the exact Fisher matrix G"),

@@ -135,7 +135,7 @@ class SteppingOptimizer(Optimizer):
                 groups[p] = group
                 values[p] = gradient
         schedule = self._whitening.schedule
-        checked = self._observes or self._ranks.sharded or not self._rule.checks
+        checked = self._observes or self._ranks.sharded or not self._rule.checks or schedule.t == 0
         return Gradients(
             values, groups, self.state, schedule.t, schedule.base_seed,
             noted=self._whitening.due, sliced=self._ranks.sharded, checked=checked,
