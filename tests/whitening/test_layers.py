@@ -55,6 +55,18 @@ def gradients_of(layer, left_out=None):
 # One layer ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("whitened", [False, True])
+def test_gradients_are_left_as_they_are(whitened):
+    """Also without factors, where the natural gradient is the gradient itself and may not be scaled in place."""
+    layer = layer_of()
+    if whitened:
+        whiten(layer)
+    gradients = gradients_of(layer)
+    before = {p: g.clone() for p, g in gradients.items()}
+    Layers([layer]).natural_gradients(gradients, dict.fromkeys(gradients, -2.0))
+    assert all(torch.equal(gradients[p], g) for p, g in before.items())
+
+
 def test_the_step_is_the_formula_of_the_paper_in_ordinary_coordinates():
     """ΔW = −(D+ε₂)⁻¹ (g_W − g_b cᵀ) (Ž+ε₁)⁻¹,  Δb = −(D+ε₂)⁻¹ g_b − ΔW c."""
     layer = layer_of()

@@ -98,8 +98,8 @@ class Factor:
         """(Ž+ε)⁻¹ M for a matrix, for a vector of features, or for (lead, size, n) block by block."""
         raise NotImplementedError
 
-    def right(self, M: Tensor) -> Tensor:
-        """M (Ž+ε)⁻¹."""
+    def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
+        """M (Ž+ε)⁻¹; with `overwrite` the result may take M's memory."""
         raise NotImplementedError
 
     @property
@@ -149,7 +149,7 @@ class Dense(Factor):
         multiply = torch.mul if blocks.size == 1 else torch.matmul
         return multiply(inverse, M.reshape(*inverse.shape[:-1], -1)).reshape(M.shape)
 
-    def right(self, M: Tensor) -> Tensor:
+    def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         blocks = self.blocks
         if blocks.size > 1 and blocks.count == 1:
             return M @ self.inverse.to(M.dtype)
@@ -193,7 +193,7 @@ def precondition(
     if g_W is None or right is None:
         return g_W, g_b
     scratch = None if left is None else g_W  # what may be overwritten: not the user's own gradient
-    return right.right(centred(g_W, g_b, c, scratch)), g_b
+    return right.right(centred(g_W, g_b, c, scratch), overwrite=scratch is not None), g_b
 
 
 def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | None = None) -> Tensor:

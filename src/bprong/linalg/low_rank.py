@@ -83,9 +83,9 @@ class LowRank(Factor):
         columns = M.reshape(len(B), -1)
         return torch.addmm(columns, B, B.T @ columns, beta=1 / self.s, alpha=-1).reshape(M.shape)
 
-    def right(self, M: Tensor) -> Tensor:
+    def right(self, M: Tensor, overwrite: bool = False) -> Tensor:
         B = self.B.to(M.dtype)
-        return torch.addmm(M, M @ B, B.T, beta=1 / self.s, alpha=-1)
+        return torch.addmm(M, M @ B, B.T, beta=1 / self.s, alpha=-1, out=M if overwrite else None)
 
     @cached_property
     def root(self) -> LowRank:

@@ -25,7 +25,7 @@ Rates = Mapping[Tensor, float]  # learning rates by parameter
 Pairs = Mapping[Layer, WeightAndBias]  # by layer: gradients, or what is made of them
 
 
-STACKED_UP_TO = 128  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
+STACKED_UP_TO = 96  # features: a wider product uses the cores by itself, and stacking it would only copy gradients
 
 
 class Layers(dict[str, Layer]):
@@ -84,7 +84,8 @@ class Layers(dict[str, Layer]):
             return preconditioned
         scaled: dict[Layer, WeightAndBias] = {}
         for layer, (d_W, d_b) in preconditioned.items():
-            step_of_W = None if d_W is None else d_W * rates[layer.weight]
+            multiply = torch.mul if d_W is pairs[layer][0] else Tensor.mul_  # a gradient stays what it is
+            step_of_W = None if d_W is None else multiply(d_W, rates[layer.weight])
             scaled[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
         return scaled
 
@@ -132,11 +133,11 @@ def _is_small(side: Side) -> bool:
 
 def _shape_of_small(layer: Layer) -> object:
     """What layers have in common that can share their products; a layer that cannot share them itself."""
-    both = (layer.forward, layer.backward)
-    if layer.linear.ndim != 2 or layer.linear.one_hot or not all(map(_is_small, both)):
+    sides = (layer.forward, layer.backward)
+    if layer.linear.ndim != 2 or layer.linear.one_hot or not all(map(_is_small, sides)):
         return layer
-    shape = (layer.forward.blocks, layer.backward.blocks, layer.weight.dtype, layer.weight.device)
-    return shape, tuple(side.factor is None for side in both), layer.c is None
+    of_sides = [(side.blocks, side.factor is None) for side in sides]
+    return layer.weight.dtype, layer.weight.device, layer.c is None, *of_sides
 
 
 def _shared_factor(sides: Sequence[Side]) -> Factor | None:
