@@ -107,7 +107,7 @@ def test_a_plain_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
 def test_an_automatic_step_that_evaluates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 13 modules, 235 calls and three reads."""
-    steps = Steps(every=1000)
+    steps = Steps(every=1000, step="natural")
     rule = steps.optimizer._rule.rule
     for t in range(200):
         if t > 100 and not rule.evaluates(t) and not rule.evaluates(t + 1) and not steps.optimizer._rule.pending:
@@ -116,10 +116,21 @@ def test_an_automatic_step_that_evaluates_nothing(monkeypatch: pytest.MonkeyPatc
     assert_walk(steps, monkeypatch, modules=13, calls=235, reads=3)
 
 
+def test_a_step_between_races_takes_the_way_of_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bprong.optim.auto.race.Rival.verdict", lambda rival: (0.5, 0.01))  # the leader wins
+    visited = []
+    for step in ("natural", "auto"):
+        steps = Steps(every=1000, step=step)
+        for _ in range(93):  # which is neither evaluated nor raced, and neither is the step before
+            steps.make()
+        visited.append(calls_of(steps.make))
+    assert visited[0] == visited[1]
+
+
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count comprehensions in other ways")
 def test_a_step_with_an_evaluation() -> None:
     """At most 18 modules and 760 calls."""
-    steps = Steps(every=1000)
+    steps = Steps(every=1000, step="natural")
     for _ in range(3):
         steps.make()
     visited = calls_of(steps.make)

@@ -119,7 +119,8 @@ def test_pickles_made_in_the_middle_of_a_step_hold_no_batches(lr: Rate, moment: 
         loss.backward()
     if moment == "after the step":
         optimizer.step()
-    assert len(pickle.dumps(things[what])) < empty + 20_000  # a batch has 200,000 bytes
+    # A batch has 200,000 bytes; the optimizer's state and a second copy of the weights in a race have some 30,000.
+    assert len(pickle.dumps(things[what])) < empty + 40_000
 
 
 @RATES

@@ -50,7 +50,7 @@ def test_prong_shows_its_own_arguments():
     theirs = dict(inspect.signature(bprong.BPRONG).parameters)
     assert theirs.pop("backward_damping") is not None
     assert list(ours) == list(theirs)
-    own = {"loss": None, "lr": 0.01}  # at a fixed lr it needs no loss
+    own = {"loss": None, "lr": 0.01, "step": "natural"}  # at a fixed lr it needs no loss
     for name, parameter in ours.items():
         assert parameter.default == own.get(name, theirs[name].default), name
         assert parameter.annotation == theirs[name].annotation, name

@@ -177,6 +177,10 @@ class Targets:
         """The mean −log p of a target, weighted as in the loss."""
         return float(self._mean(output.detach()))
 
+    def value(self, output: Tensor) -> Tensor:
+        """The user's loss, as far as it is of these terms."""
+        return self.multiple * self._mean(output)
+
     def slopes(self, output: Tensor, along: Sequence[Tensor]) -> list[float]:
         """The derivatives of that mean along changes of the output."""
         with torch.enable_grad():

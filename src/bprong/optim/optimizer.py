@@ -18,6 +18,7 @@ from bprong.checks import number, one_of
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
+from bprong.optim.auto.race import Race
 from bprong.optim.auto.step import Automatic, NaturalDirections
 from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
 from bprong.optim.fixed_rate import FixedRate
@@ -33,9 +34,10 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods
 
-StepKind = Literal["natural", "spectral"]
-# By the name of a step: the rule at a given learning rate, and the directions of steps without one.
+StepKind = Literal["auto", "natural", "spectral"]
+# By the name of a step: the rule at a given learning rate, and the directions of steps without one, at first.
 STEPS: Mapping[str, tuple[Callable[[Setup], StepRule], type[Directions]]] = {
+    "auto": (FixedRate.of, NaturalDirections),
     "natural": (FixedRate.of, NaturalDirections),
     "spectral": (Spectral.of, SpectralDirections),
 }
@@ -107,7 +109,7 @@ class BPRONG(SteppingOptimizer):
         loss: Declaration | None = None,
         lr: float | Literal["auto"] = "auto",
         *,
-        step: StepKind = "natural",
+        step: StepKind = "auto",
         params: Iterable[Tensor] | Iterable[Group] | None = None,
         momentum: float | None = None,
         weight_decay: float = 0.0,
@@ -140,7 +142,11 @@ class BPRONG(SteppingOptimizer):
             self._model, self._loss, head, self._options, dampings, max_step, self._whitens_backward, self._ranks
         )  # fmt: skip
         at_given_rate, directions = STEPS[one_of("step", step, tuple(STEPS))]
-        self._rule = Automatic.of(setup, directions) if lr == "auto" else at_given_rate(setup)
+        is_automatic = lr == "auto"
+        if is_automatic and step == "auto":
+            self._race = Race.of(setup)
+            directions = directions if self._race else SpectralDirections
+        self._rule = Automatic.of(setup, directions) if is_automatic else at_given_rate(setup)
         defaults = {
             "lr": 1.0 if lr == "auto" else lr,
             "momentum": self._rule.momentum if momentum is None else momentum,
@@ -209,7 +215,8 @@ class BPRONG(SteppingOptimizer):
         group = self.defaults | dict(param_group)
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             group[key] = number(key, group[key], 0, below)
-        self._rule.check_group(group)
+        if self._race is None or group["momentum"]:  # a race gives spectral steps their default
+            self._rule.check_group(group)
         super().add_param_group(group)
         self._whitening.given = set(self._parameters)
         self._recorder.trained = self._whitening.given
@@ -220,13 +227,16 @@ class BPRONG(SteppingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
         entries = packed(type(self).__name__, self._parameters, self._whitening, self._rule)
-        return with_entries(super().state_dict(), entries)
+        state = with_entries(super().state_dict(), entries)
+        return state if self._race is None else state | {"race": self._race.state_dict(self._parameters)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues bit for bit where `state_dict` was taken; the state of another model is refused."""
         parameters = self._parameters
         whitening = self._whitening
         entries, others = without_entries(state_dict)
+        if self._race is not None and "race" in state_dict:
+            self._rule = self._race.load_state_dict(state_dict["race"], parameters, self._rule, whitening.layers)
         schedule, rule, layers = unpacked(type(self).__name__, parameters, whitening, self._rule, entries)
         check_demoted(parameters, [layer for name, layer in whitening.layers.items() if layers.get(name) == {}], others)
         super().load_state_dict(others)

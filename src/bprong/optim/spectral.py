@@ -147,7 +147,7 @@ def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Te
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
     averages = {}
     for p in parameters:
-        momentum = gradients.groups[p]["momentum"]
+        momentum = gradients.groups[p]["momentum"] or SpectralDirections.momentum
         average = kept(gradients.states[p], AVERAGE, p)
         average.lerp_(gradients.values[p], 1 - momentum)
         averages[p] = gradients.values[p].lerp(average, momentum)

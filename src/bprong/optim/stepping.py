@@ -24,6 +24,7 @@ from bprong.capture.measure import Meter, timed
 from bprong.capture.recorder import Recorder
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
+from bprong.optim.auto.race import Race
 from bprong.optim.checkpoint import KEY
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule, read
@@ -39,6 +40,7 @@ class SteppingOptimizer(Optimizer):
     """An optimizer that measures, whitens and steps. A subclass makes its parts and keeps their state.
 
     _model:      as it was written, also if it is compiled
+    _race:       finds out which steps serve better; None: the user has chosen
     _observes:   whether the calls of the model are observed until the next step
     _takes_all:  whether parameters without a group are worth a warning
     _started:    when the first step was made
@@ -55,6 +57,7 @@ class SteppingOptimizer(Optimizer):
     _whitening: Whitening
     _meter: Meter
     _recorder: Recorder
+    _race: Race | None = None
     _refused: int = 0
     _observes: bool
     _takes_all: bool
@@ -113,7 +116,13 @@ class SteppingOptimizer(Optimizer):
                 self._measure(gradients)
             start = time.perf_counter()
             try:
-                rule.step_(gradients, whitening.layers)
+                winner = None
+                if self._race is not None and gradients.t >= self._race.next:
+                    winner = self._race.winner(rule, gradients, whitening.layers)
+                if winner is None:
+                    rule.step_(gradients, whitening.layers)
+                else:
+                    self._rule = winner
             except NotFiniteError:
                 gradients.checked = True
                 return self._make(gradients)
@@ -225,7 +234,8 @@ class SteppingOptimizer(Optimizer):
         self._recorder.measures = whitening.due or bool(whitening.unused)
         self._observes = self._recorder.measures or self._rule.reads_every_batch
         if self._rule.reads_every_batch:
-            self._recorder.keeps = self._rule.reruns(whitening.schedule.t)
+            t = whitening.schedule.t
+            self._recorder.keeps = self._rule.reruns(t) or (self._race is not None and t >= self._race.next)
         listener = self._recorder.listener
         if listener.wanted != self._observes:
             listener.listen(self._observes)

@@ -220,7 +220,7 @@ def test_a_compiled_model_takes_the_same_path():
     optimizer = auto(compiled)
     train(compiled, optimizer, batches(*DATA, 20, 10))
     assert_unchanged(snapshot(model), snapshot(other))
-    assert optimizer._rule.loss_model._model is other  # evaluations run the model as it was written
+    assert optimizer._rule.loss_model.model is other  # evaluations run the model as it was written
 
 
 @pytest.mark.parametrize("size", quick_cases([1, 2], 1))

@@ -50,9 +50,9 @@ class LossModel:
     ) -> None:
         self.everything = False
         self.forward_mode = True
-        self._model = model
+        self.model = model
         self._likelihood = likelihood
-        self._head = head
+        self.head = head
         self._ranks = ranks
         self._is_compared = False  # whether a subset was compared with the whole batch
 
@@ -64,10 +64,10 @@ class LossModel:
         parts: list[_Part] = []
 
         def loss_now() -> float:
-            with self._ranks.whole(self._model):
+            with self._ranks.whole(self.model):
                 return self._ranks.sums([sum(part.loss_now() for part in parts)])[0] / weight
 
-        with self._ranks.whole(self._model) as parameters:
+        with self._ranks.whole(self.model) as parameters:
             in_model = [_in_whole(parameters, direction) for direction in directions]
             with self._ranks.exchange(k * k + k + 7) as rows:
                 parts += self._parts(in_model, batches, seed)
@@ -118,7 +118,7 @@ class LossModel:
         """
         self._is_compared = True
         everything = Subset(subset.whole, subset.whole)
-        training = [module for module in self._model.modules() if module.training]
+        training = [module for module in self.model.modules() if module.training]
         for module in training:  # not eval(), which a module may take as an occasion to change its weights
             module.training = False
         try:
@@ -155,7 +155,7 @@ class LossModel:
         targets = cast(Targets, batch.targets).select(subset.rows)
         if batch.output is None:
             self._likelihood.check_targets(output, targets.y)
-        with random_numbers(self._model, seed):  # for a likelihood that draws targets
+        with random_numbers(self.model, seed):  # for a likelihood that draws targets
             Q = curvature(network, self._likelihood, targets.counted)
         if not np.isfinite(Q).all():
             raise WhiteningError("the model's output, or its change along the step, is not finite on this batch")
@@ -165,8 +165,8 @@ class LossModel:
         return _Part(np.append(weighted, [number, subset.count]), lambda: weight * targets.mean(run()))
 
     def _run_of(self, batch: Batch, subset: Subset, seed: int) -> Run:
-        x = rows_of(batch.x, subset, next(self._model.parameters()).dtype)
-        return partial(rerun, self._model, x, seed, batch.class_dim, self._head)
+        x = rows_of(batch.x, subset, next(self.model.parameters()).dtype)
+        return partial(rerun, self.model, x, seed, batch.class_dim, self.head)
 
 
 def _in_whole(parameters: Mapping[Tensor, Tensor], direction: Mapping[Tensor, Any]) -> Direction:

@@ -93,14 +93,14 @@ class Automatic(StepRule):
         self._warned: set[str] = set()
 
     @classmethod
-    def of(cls, setup: Setup, kind: type[Directions]) -> Automatic:
+    def of(cls, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> Automatic:
         likelihood = setup.loss.likelihood
         rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=(setup.bound(None) or math.inf) ** 2 / 2,
             nll_bounded=likelihood.nonnegative,
         )
-        loss_model = LossModel(setup.model, likelihood, setup.head, setup.ranks)
+        loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
         return cls(kind.of(setup), loss_model, rule, kind.damping(setup), setup.ranks)
 
     @property
@@ -132,7 +132,7 @@ class Automatic(StepRule):
         gradients = self._penalised(gradients)
         if self.pending:
             rule.update_trust(dot(gradients.values, self.pending))
-        lr = max([float(group["lr"]) for group in gradients.groups.values()])
+        lr = self.multiplier(gradients)
         rates = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in gradients.groups.items()}
         directions: dict[str, Direction] = {**self.directions.by_kind(gradients, layers, rates)}
         if gradients.t and self.directions.keeps_last_update:
@@ -152,6 +152,10 @@ class Automatic(StepRule):
             change = evaluation.loss_now() - evaluation.loss
             if not rule.update_damping(evaluation, c, change):
                 self.undo_(gradients)
+
+    def multiplier(self, gradients: Gradients) -> float:
+        """The largest learning rate of all groups, which multiplies the step."""
+        return max([float(group["lr"]) for group in gradients.groups.values()])
 
     def _penalised(self, gradients: Gradients) -> Gradients:
         """With the gradients of the mean −log p and of ½ weight_decay ‖θ‖²."""
@@ -201,7 +205,7 @@ class Automatic(StepRule):
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is."""
         with self._ranks.exchange(2) as rows:
-            rows.append(_totals(gradients.batches))
+            rows.append(totals(gradients.batches))
         total, scale = map(math.fsum, zip(*rows, strict=True))
         if not scale:
             return False
@@ -255,7 +259,7 @@ def _decay(gradients: Gradients) -> dict[Tensor, float]:
     return {p: group["weight_decay"] for p, group in gradients.groups.items() if group["weight_decay"]}
 
 
-def _totals(batches: Sequence[Batch]) -> list[float]:
+def totals(batches: Sequence[Batch]) -> list[float]:
     """The user's loss, NaN if it was not seen, and what multiple of the mean −log p of a target it is."""
     total = 0.0
     scale = 0.0

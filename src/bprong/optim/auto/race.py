@@ -1,0 +1,351 @@
+"""step="auto": which steps serve a network better is found out by trying both.
+
+The quadratic model of the loss cannot tell, because it knows nothing of the steps to come. So two rules train side by
+side from the same weights on the same batches: the leader trains the user's model, the rival a second copy of its
+weights, in passes of our own. On every batch both losses are compared before either of them is trained on it. A rival
+that wins hands its weights over, so that no step is lost and none is taken back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bprong.capture.own_pass import Subset, examples, rows_of, run_alone
+from bprong.capture.tape import Batch, laid_out
+from bprong.errors import WhiteningError
+from bprong.likelihood.families import mixed
+from bprong.likelihood.loss import Targets
+from bprong.linalg.moments import Moments
+from bprong.optim.auto.step import Automatic, NaturalDirections, totals
+from bprong.optim.options import Setup
+from bprong.optim.rules import Direction, Directions, Gradients, States, StepRule, dot
+from bprong.optim.spectral import SpectralDirections
+from bprong.whitening.layer import Layer
+from bprong.whitening.layers import Layers
+
+logger = logging.getLogger("bprong")
+State = dict[str, Any]
+KINDS: Mapping[str, type[Directions]] = {"natural": NaturalDirections, "spectral": SpectralDirections}
+
+
+@dataclass(frozen=True)
+class RaceSettings:
+    """The constants of races; docs/races.md has the forms that were tried.
+
+    starts     steps from which on a race may begin, one after the other
+    lengths    the steps of each race, at most
+    looks      numbers of steps after which a race may end early, with the standard errors that this takes,
+    plain      and the relative difference of the losses that it takes too
+    part       the last part of a race that is compared,
+    fewest     and its least number of batches
+    certainty  standard errors that a later race takes to change the rule; the first takes the better one
+    alike      the sine of the angle up to which two gradients are alike
+    full       the multiplier of learning rates from which on a race may begin: not in a warm-up or at the end of a run
+    largest    numbers in the model above which it is not copied: spectral steps are made without a race
+    """
+
+    starts: tuple[int, ...] = (0, 100, 300)
+    lengths: tuple[int, ...] = (40, 30, 40)
+    looks: Mapping[int, float] = field(default_factory=lambda: {20: 3.0, 30: 3.0})
+    plain: float = 0.2
+    part: float = 1 / 3
+    fewest: int = 5
+    certainty: float = 2.0
+    alike: float = 0.1
+    full: float = 0.9
+    largest: int = 200_000_000
+
+
+SETTINGS = RaceSettings()
+
+
+class Rival:
+    """A second copy of the trained weights and of the model's buffers, with the rule that trains it.
+
+    kind:         the name of its steps
+    layers:       with the moments of the leader's layers, and factors of its own damping
+    values:       the weights by parameter; while the rival is in the model, those of the leader
+    differences:  of its loss from the leader's on each batch so far, relative to the larger one
+    began:        the step at which it began
+    """
+
+    def __init__(self, kind: str, rule: Automatic, parameters: Iterable[Tensor], leaders: Layers, began: int) -> None:
+        self.kind = kind
+        self.rule = rule
+        self.layers = Layers(map(_like, leaders.values()))
+        self.values = {p: p.detach().clone() for p in parameters}
+        self.buffers = [buffer.clone() for buffer in rule.loss_model.model.buffers()]
+        self.states: States = defaultdict(dict)
+        self.differences: list[float] = []
+        self.began = began
+
+    @contextmanager
+    def _in_the_model(self) -> Iterator[None]:
+        """The model has the weights and buffers of the rival while the context is active."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for p in self.values:
+            p.data, self.values[p] = self.values[p], p.data
+        for i, buffer in enumerate(self.rule.loss_model.model.buffers()):
+            buffer.data, self.buffers[i] = self.buffers[i], buffer.data
+
+    def follow(self, leaders: Layers, t: int) -> None:
+        """Factor the moments of the leader's sides that were refreshed at step t, or that have no factor yet."""
+        for name in self.layers.keys() - leaders.keys():
+            del self.layers[name]
+        for name, leader in leaders.items():
+            layer = self.layers.get(name) or self.layers.setdefault(name, _like(leader))
+            refreshed = []
+            for side, example in zip(layer.sides, leader.sides, strict=True):
+                side.moments = example.moments
+                side.mean_eigenvalue = example.mean_eigenvalue
+                side.observations = example.observations
+                if side.moments is not None and (side.factor is None or example.refreshed_at == t):
+                    refreshed.append(side)
+            for side in refreshed:  # once the sizes of both sides are known
+                layer.take(side, cast(Moments, side.moments), self.rule.damping(layer, side))
+        self.layers.changed()
+
+    def run(self, gradients: Gradients, seed: int) -> Gradients:
+        """The gradients of the rival on the leader's batches, with its own outputs and losses."""
+        batches = []
+        sums: dict[Tensor, Tensor] = {}
+        for p in gradients.values:
+            self.values.setdefault(p, p.detach().clone())  # its first gradient: until now it was the leader's
+        with self._in_the_model():
+            for i, batch in enumerate(gradients.batches):
+                ran, values = self._trained_on(batch, list(gradients.values), mixed(seed, -2 - i))
+                batches.append(ran)
+                for p, value in zip(gradients.values, values, strict=True):
+                    sums[p] = sums[p] + value if p in sums else value
+        return replace(gradients, values=sums, states=self.states, batches=batches, factor=1.0, noted=False)
+
+    def _trained_on(self, batch: Batch, parameters: list[Tensor], seed: int) -> tuple[Batch, Sequence[Tensor]]:
+        """A batch with the rival's output and loss, and the gradients of that."""
+        model = self.rule.loss_model.model
+        targets = cast(Targets, batch.targets)
+        count = examples(batch.x)
+        x = rows_of(batch.x, Subset(count, count), parameters[0].dtype)
+        with torch.enable_grad(), run_alone(model, x, seed, errors=True, head=self.rule.loss_model.head) as run:
+            output = laid_out(run.parts, batch.class_dim)
+            loss = targets.value(output)
+            values = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            buffers = [buffer.clone() for buffer in model.buffers()]
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            if self.differences:  # at first they are those that the leader's pass on this batch has left
+                buffer.copy_(value)
+        return replace(batch, output=output.detach(), targets=replace(targets, total=float(loss))), values
+
+    def step_(self, gradients: Gradients) -> None:
+        """Make a step with the rival's own gradients."""
+        with self._in_the_model():
+            if not self.rule.undo_if_blown_up_(gradients):
+                self.rule.step_(gradients, self.layers)
+
+    def hand_over(self, states: States, leaders: Layers) -> None:
+        """Give the model the rival's weights, the optimizer its states, and the layers its factors."""
+        for p, value in self.values.items():
+            p.copy_(value)
+            states[p] = self.states[p]
+        for buffer, value in zip(self.rule.loss_model.model.buffers(), self.buffers, strict=True):
+            buffer.copy_(value)
+        for name, leader in leaders.items():
+            for side, example in zip(leader.sides, self.layers[name].sides, strict=True):
+                side.factor = example.factor
+                side.backoff = example.backoff
+        leaders.changed()
+
+    def verdict(self) -> tuple[float, float]:
+        """The mean difference of the losses in the last part of the race, and its standard error."""
+        compared = self.differences[-max(SETTINGS.fewest, math.ceil(SETTINGS.part * len(self.differences))) :]
+        mean = math.fsum(compared) / len(compared)
+        squares = math.fsum((x - mean) ** 2 for x in compared)
+        return mean, math.sqrt(squares / max(1, len(compared) - 1) / len(compared))
+
+    def state_dict(self, parameters: list[Tensor]) -> State:
+        return {
+            "kind": self.kind,
+            "began": self.began,
+            "differences": list(self.differences),
+            "rule": self.rule.state_dict(parameters),
+            "values": [self.values.get(p) for p in parameters],
+            "buffers": list(self.buffers),
+            "states": [self.states[p] for p in parameters],
+            "layers": {name: _factors_of(layer) for name, layer in self.layers.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
+        self.differences = list(state["differences"])
+        self.rule.load_state_dict(state["rule"], parameters)
+        for p, value, of_parameter in zip(parameters, state["values"], state["states"], strict=True):
+            if value is not None:
+                self.values[p] = value.to(p, copy=True)
+            self.states[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in of_parameter.items()}
+        for buffer, value in zip(self.buffers, state["buffers"], strict=True):
+            buffer.copy_(value)
+        for name, layer in self.layers.items():
+            layer.load_state_dict(state["layers"][name])
+
+
+def _factors_of(layer: Layer) -> State:
+    """The state of a layer without its moments, which are those of the leader."""
+    state: State = {side.name: dataclasses.replace(side, moments=None).state_dict() for side in layer.sides}
+    return state if layer.c is None else state | {"c": layer.c}
+
+
+def _like(layer: Layer) -> Layer:
+    """A layer of the same weight, without moments and factors."""
+    return Layer(layer.linear, layer.forward.solver, backward=layer.backward in layer.sides)
+
+
+class Race:
+    """The races of a run: when they are held, and what they decide.
+
+    kind:     of the steps that the leader makes
+    next:     the step from which on a race is held or may begin; infinite after the last one
+    rival:    None: there is no race at this step
+    history:  what was tried and chosen, for the report
+    """
+
+    def __init__(self, setup: Setup, kind: str = "natural") -> None:
+        self.kind = kind
+        self.next: float = SETTINGS.starts[0]
+        self.rival: Rival | None = None
+        self.history: list[str] = []
+        self._setup = setup
+        self._count = 0  # of the races that were begun
+
+    @classmethod
+    def of(cls, setup: Setup) -> Race | None:
+        """None: the model is too large for a second copy, or divided among processes."""
+        size = sum(p.numel() for p in setup.model.parameters())
+        return None if setup.ranks.sharded or size > SETTINGS.largest else cls(setup)
+
+    def winner(self, leader: StepRule, gradients: Gradients, layers: Layers) -> Automatic | None:
+        """Let the rival make this step, before the leader does; return its rule if it has won, else None."""
+        if self.rival is None:
+            leader = cast(Automatic, leader)
+            if leader.multiplier(gradients) < SETTINGS.full:
+                return None
+            kind = "spectral" if self.kind == "natural" else "natural"
+            rule = Automatic.of(self._setup, KINDS[kind], leader.loss_model)
+            self.rival = Rival(kind, rule, gradients.values, layers, gradients.t)
+        rival = self.rival
+        try:
+            rival.follow(layers, gradients.t)
+            rival.differences.append(self._difference(gradients, rival))
+        except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
+            self.next = math.inf
+            self._end(f"no race: {reason}".partition("\n")[0])
+            return None
+        if not math.isfinite(rival.differences[-1]):
+            self._end(f"the loss with {rival.kind} steps is not finite")
+            return None
+        mean, error = rival.verdict()
+        if not self._is_over(len(rival.differences), abs(mean), error):
+            return None
+        has_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
+        than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} ± {error:.0%} than with {self.kind} steps"
+        self._end(f"after {len(rival.differences)} steps the loss with {rival.kind} steps is {than}")
+        if not has_won:
+            return None
+        rival.hand_over(gradients.states, layers)
+        self.kind = rival.kind
+        return rival.rule
+
+    def _difference(self, gradients: Gradients, rival: Rival) -> float:
+        """The rival's loss minus the leader's on this step's batches of all processes, relative to the larger one."""
+        ranks = self._setup.ranks
+        if any(p._backward_hooks for p in gradients.values):
+            raise WhiteningError("hooks on parameters would be called for both kinds of steps")
+        with ranks.exchange(4) as rows:
+            of_rival = rival.run(gradients, gradients.seed)
+            rows.append([*totals(gradients.batches), *totals(of_rival.batches)])
+        total, scale, rivals_total, rivals_scale = map(math.fsum, zip(*rows, strict=True))
+        self._average_(of_rival)
+        if not rival.differences and not self._is_explained(gradients, of_rival, rival):
+            raise WhiteningError("the gradients are not those of the declared loss alone")
+        rival.step_(of_rival)
+        loss = total / scale
+        rivals_loss = rivals_total / rivals_scale
+        return (rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300)
+
+    def _average_(self, gradients: Gradients) -> None:
+        """Average gradients over all processes, as they do those of the user's own pass."""
+        ranks = self._setup.ranks
+        for value in gradients.values.values() if ranks.size > 1 else ():
+            value.copy_(ranks.sum_(value) / ranks.size)
+
+    def _is_explained(self, gradients: Gradients, of_rival: Gradients, rival: Rival) -> bool:
+        """Whether the gradients of the user's pass are those of the declared loss, as far as dropout lets it be told.
+
+        The rival still has the weights of the leader. Further terms of a loss are not seen, so it cannot be trained by
+        them.
+        """
+        angle = _sine(gradients.values, of_rival.values)
+        if angle < SETTINGS.alike:
+            return True
+        again = rival.run(gradients, mixed(gradients.seed, -1))
+        self._average_(again)
+        return angle < 1.5 * _sine(again.values, of_rival.values)
+
+    def _is_over(self, steps: int, difference: float, error: float) -> bool:
+        errors = SETTINGS.looks.get(steps)
+        is_plain = errors is not None and difference > max(SETTINGS.plain, errors * error)
+        return is_plain or steps >= SETTINGS.lengths[self._count]
+
+    def _end(self, message: str) -> None:
+        """End this race, and say in one line what came of it."""
+        rival = cast(Rival, self.rival)
+        self._count += 1
+        starts = [start for start in SETTINGS.starts[self._count :] if start > rival.began]
+        self.next = max(starts[0], self.next) if starts else math.inf
+        self.rival = None
+        self.history.append(message)
+        logger.info("step %d: %s", rival.began, message)
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, parameters: list[Tensor]) -> State:
+        """The rival is a part of it while there is a race."""
+        state = {"kind": self.kind, "next": self.next, "count": self._count, "history": list(self.history)}
+        return state if self.rival is None else state | {"rival": self.rival.state_dict(parameters)}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], parameters: list[Tensor], leader: StepRule, layers: Layers
+    ) -> Automatic:
+        """Restore what `state_dict` returned; return a new rule for the leader."""
+        loss_model = cast(Automatic, leader).loss_model
+        self.kind = state["kind"]
+        self.next = state["next"]
+        self._count = state["count"]
+        self.history = list(state["history"])
+        self.rival = None
+        if "rival" in state:
+            rival = state["rival"]
+            values = [p for p, value in zip(parameters, rival["values"], strict=True) if value is not None]
+            rule = Automatic.of(self._setup, KINDS[rival["kind"]], loss_model)
+            self.rival = Rival(rival["kind"], rule, values, layers, rival["began"])
+            self.rival.load_state_dict(rival, parameters)
+        return Automatic.of(self._setup, KINDS[self.kind], loss_model)
+
+
+def _sine(a: Direction, b: Direction) -> float:
+    """The sine of the angle between two directions."""
+    cosine = dot(a, b) / max(math.sqrt(dot(a, a) * dot(b, b)), 1e-300)
+    return math.sqrt(max(0.0, 1 - cosine**2))

@@ -1,0 +1,306 @@
+"""step="auto": the leader's path, the rival's path, what decides between them, and what is not raced."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bprong
+from automatic import DATA
+from bprong.optim.auto.race import SETTINGS, Race, Rival
+from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
+from training import batches, train
+
+EXACT = {"solver": "exact", "seed": 3}
+
+
+def optimizer_of(model: nn.Module, step: str = "auto", **settings: object) -> bprong.BPRONG:
+    return bprong.BPRONG(model, nn.CrossEntropyLoss(), step=step, options=EXACT, **settings)
+
+
+def classes(seed: int = 0, *widths: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return mlp(*(widths or (5, 4, 3)))
+
+
+def race_of(optimizer: bprong.BPRONG) -> Race:
+    race = optimizer._race
+    assert race is not None
+    return race
+
+
+def rival_of(optimizer: bprong.BPRONG) -> Rival:
+    rival = race_of(optimizer).rival
+    assert rival is not None
+    return rival
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, difference: float) -> None:
+    """Every race finds this difference."""
+    monkeypatch.setattr(Rival, "verdict", lambda self: (difference, 0.01))
+
+
+def raced_steps() -> int:
+    return SETTINGS.lengths[0]
+
+
+# Both paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "phi", [nn.Tanh, lambda: nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.3))]
+)
+def test_the_leader_takes_the_path_of_natural_steps(phi):
+    """Bit for bit, buffers and the user's random numbers included, although the rival is trained in between."""
+    paths = []
+    for step in ("auto", "natural"):
+        torch.manual_seed(0)
+        model = mlp(5, 4, 3, phi=phi)
+        train(model, optimizer_of(model, step), batches(*DATA, 20, SETTINGS.fewest + 4))
+        paths.append(snapshot(model) | {"random": torch.get_rng_state()})
+    assert_unchanged(*paths)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_rival_takes_the_path_of_spectral_steps(normalised):
+    """With the statistics of the leader, which are those of the first batch here."""
+    torch.manual_seed(0)
+    model = mlp(5, 4, 3, phi=(lambda: nn.BatchNorm1d(4, dtype=torch.float64)) if normalised else nn.Tanh)
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_of(model, every=1000)
+    train(model, optimizer, batches(*DATA, 20, 12))
+    train(twin, optimizer_of(twin, "spectral", every=1000), batches(*DATA, 20, 12))
+    rival = rival_of(optimizer)
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(rival.values[p], expected, 1e-9)
+    for buffer, expected in zip(rival.buffers, twin.buffers(), strict=True):
+        assert_close(buffer, expected, 1e-9)
+
+
+def test_accumulated_batches_are_one_step_of_both():
+    def accumulate(model: nn.Module, optimizer: bprong.BPRONG) -> None:
+        for x, y in batches(*DATA, 20, 6):
+            optimizer.zero_grad()
+            for part in (slice(0, 10), slice(10, 20)):
+                (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
+            optimizer.step()
+
+    model = classes()
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_of(model, every=1000)
+    accumulate(model, optimizer)
+    accumulate(twin, optimizer_of(twin, "spectral", every=1000))
+    assert len(rival_of(optimizer).differences) == 6
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(rival_of(optimizer).values[p], expected, 1e-9)
+
+
+def test_losses_are_compared_before_a_batch_is_trained_on():
+    model = classes()
+    optimizer = optimizer_of(model)
+    for x, y in batches(*DATA, 20, 5):
+        with torch.no_grad():
+            rival = leader = float(F.cross_entropy(model(x), y))
+            if race_of(optimizer).rival is not None:
+                weights = {name: rival_of(optimizer).values[p] for name, p in model.named_parameters()}
+                rival = float(F.cross_entropy(torch.func.functional_call(model, weights, x), y))
+        train(model, optimizer, [(x, y)])
+        expected = (rival - leader) / max(rival, leader)
+        assert math.isclose(rival_of(optimizer).differences[-1], expected, rel_tol=1e-9, abs_tol=1e-12)
+
+
+# The decision ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rival_that_wins_hands_over_its_weights_and_goes_on(monkeypatch):
+    """Afterwards its momentum and its factors are in use: the path is that of spectral steps from the beginning."""
+    decide(monkeypatch, -0.5)
+    model = classes()
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_of(model, every=1000)
+    steps = next(iter(SETTINGS.looks)) + 10
+    train(model, optimizer, batches(*DATA, 20, steps))
+    train(twin, optimizer_of(twin, "spectral", every=1000), batches(*DATA, 20, steps))
+    assert race_of(optimizer).kind == "spectral"
+    assert "50% lower" in race_of(optimizer).history[0]
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, expected, 1e-7)  # msgn enlarges the rounding of the step before
+
+
+def test_a_leader_that_wins_goes_on_as_before(monkeypatch):
+    decide(monkeypatch, 0.5)
+    model = classes()
+    twin = copy.deepcopy(model)
+    train(model, optimizer_of(model), batches(*DATA, 20, 30))
+    train(twin, optimizer_of(twin, "natural"), batches(*DATA, 20, 30))
+    assert_unchanged(snapshot(twin), snapshot(model))
+
+
+def test_a_plain_difference_ends_a_race_early_and_a_faint_one_lasts(monkeypatch):
+    for difference, expected in ((0.5, min(SETTINGS.looks)), (0.1, raced_steps())):
+        decide(monkeypatch, difference)
+        model = classes()
+        optimizer = optimizer_of(model)
+        count = 0
+        while race_of(optimizer).next == SETTINGS.starts[0]:
+            train(model, optimizer, batches(*DATA, 20, 1))
+            count += 1
+        assert count == expected
+
+
+def test_a_later_race_changes_the_rule_only_if_the_difference_is_certain(monkeypatch):
+    for difference, kind in ((-0.015, "natural"), (-0.03, "spectral")):
+        model = classes()
+        optimizer = optimizer_of(model)
+        decide(monkeypatch, 0.5)
+        train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[1]))
+        decide(monkeypatch, difference)
+        train(model, optimizer, batches(*DATA, 20, SETTINGS.lengths[1]))
+        assert race_of(optimizer).kind == kind, difference
+
+
+def test_there_are_three_races_at_most(monkeypatch):
+    decide(monkeypatch, 0.5)
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[-1] + SETTINGS.lengths[-1]))
+    assert race_of(optimizer).next == math.inf
+    assert len(race_of(optimizer).history) == len(SETTINGS.starts)
+
+
+def test_a_verdict_is_the_mean_of_the_last_third_with_its_standard_error():
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, 1))
+    rival = rival_of(optimizer)
+    rival.differences = [9.0] * 12 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    mean, error = rival.verdict()
+    assert math.isclose(mean, 3.5)
+    assert math.isclose(error, math.sqrt(3.5 / 6))
+
+
+def test_natural_steps_are_chosen_where_they_are_better():
+    """The README's data, on which spectral steps are soon too long."""
+    from sklearn.datasets import load_digits
+
+    torch.manual_seed(0)
+    x, y = map(torch.tensor, load_digits(return_X_y=True))
+    model = mlp(64, 100, 10, dtype=torch.float32, phi=nn.ReLU)
+    optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss())
+    for _ in range(3):
+        train(model, optimizer, [(x[chosen].float(), y[chosen]) for chosen in torch.randperm(1400).split(100)])
+    assert race_of(optimizer).kind == "natural"
+
+
+# What is not raced ----------------------------------------------------------------------------------------------------
+
+
+def history_after(steps: int, model: nn.Module, loss, prepare=lambda optimizer: None) -> list[str]:
+    optimizer = optimizer_of(model)
+    prepare(optimizer)
+    train(model, optimizer, batches(*DATA, 20, steps), loss=loss)
+    assert race_of(optimizer).rival is None
+    return race_of(optimizer).history
+
+
+def test_further_terms_of_a_loss_are_not_raced():
+    """The rival could not be trained by them."""
+    model = classes()
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output, y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    assert "declared loss alone" in history_after(1, model, loss)[0]
+
+
+def test_dropout_is_no_further_term():
+    torch.manual_seed(0)
+    model = mlp(5, 40, 3, phi=lambda: nn.Dropout(0.3))
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, 3))
+    assert len(rival_of(optimizer).differences) == 3
+
+
+def test_clipping_is_no_further_term():
+    model = classes()
+    optimizer = optimizer_of(model)
+    for x, y in batches(*DATA, 20, 3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert len(rival_of(optimizer).differences) == 3
+
+
+def test_hooks_on_parameters_are_not_called_twice():
+    model = classes()
+    calls = []
+    model[0].weight.register_hook(lambda gradient: calls.append(1))
+    assert "hooks on parameters" in history_after(2, model, F.cross_entropy)[0]
+    assert len(calls) == 2
+
+
+def test_a_model_that_is_too_large_or_divided_makes_spectral_steps(monkeypatch):
+    monkeypatch.setattr("bprong.optim.auto.race.SETTINGS", SETTINGS.__class__(largest=10))
+    optimizer = optimizer_of(classes())
+    assert optimizer._race is None
+    assert optimizer._rule.kind == "Automatic, spectral"
+
+
+def test_a_given_rate_makes_natural_steps():
+    optimizer = optimizer_of(classes(), lr=0.01)
+    assert optimizer._race is None
+    assert optimizer._rule.kind == "FixedRate"
+
+
+def test_a_race_waits_for_the_end_of_a_warm_up():
+    model = classes()
+    optimizer = optimizer_of(model)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / 10))
+    for t, batch in enumerate(batches(*DATA, 20, 12)):
+        train(model, optimizer, [batch])
+        warm_up.step()
+        assert (race_of(optimizer).rival is not None) == ((t + 1) / 10 >= SETTINGS.full)
+
+
+# State ----------------------------------------------------------------------------------------------------------------
+
+
+def saved(model: nn.Module, optimizer: bprong.BPRONG) -> tuple[nn.Module, bprong.BPRONG]:
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    other = classes(seed=9)
+    other_optimizer = optimizer_of(other)
+    of_model, of_optimizer = torch.load(file, weights_only=True)
+    other.load_state_dict(of_model)
+    other_optimizer.load_state_dict(of_optimizer)
+    return other, other_optimizer
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [saved, lambda *pair: copy.deepcopy(pair), lambda *pair: pickle.loads(pickle.dumps(pair))],
+    ids=["torch.save", "deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("steps", [0, 7, 25])
+def test_a_race_continues_bit_for_bit(clone, steps, monkeypatch):
+    """Until after its decision, which the rival wins; and after it, where the checkpoint has no rival."""
+    decide(monkeypatch, -0.5)
+    model = classes()
+    optimizer = optimizer_of(model)
+    data = list(batches(*classification(60, 5, 3), 20, steps + 25))
+    train(model, optimizer, data[:steps])
+    other, other_optimizer = clone(model, optimizer)
+    assert (race_of(optimizer).rival is None) == (steps in (0, 25))
+    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        train(one, its_optimizer, data[steps:])
+    assert race_of(other_optimizer).kind == "spectral"
+    assert_unchanged(snapshot(model), snapshot(other))
