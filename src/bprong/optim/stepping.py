@@ -123,6 +123,7 @@ class SteppingOptimizer(Optimizer):
                     rule.step_(gradients, whitening.layers)
                 else:
                     self._rule = winner
+                    whitening.schedule.restart(gradients.t + 1)
             except NotFiniteError:
                 gradients.checked = True
                 return self._make(gradients)

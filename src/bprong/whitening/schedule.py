@@ -93,6 +93,7 @@ class Schedule:
         self.overhead = overhead
         self.t = 0
         self.every: int | None = None
+        self._start = 0
         if periods.record_every is not None:
             period("record", periods.record_every, 0)
             if average == 0:
@@ -161,15 +162,21 @@ class Schedule:
         if self.overhead is None:
             return set()
         parts = [] if self.every is None else [self.every // part for part in self._early_parts]
-        return {0, *parts, *self._early_steps}
+        return {self._start + step for step in (0, *parts, *self._early_steps)}
+
+    def restart(self, start: int) -> None:
+        """Measure again as often as at the beginning of a run, from this step on."""
+        self._start = start
+        self.plan()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"t": self.t, "seed": self.base_seed, "every": self.every}
+        return {"t": self.t, "seed": self.base_seed, "every": self.every, "start": self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not {"t", "seed", "every"} <= set(state):
             raise ValueError(f"the state of a schedule has t, seed and every; this one has {sorted(state)}")
         self.t = state["t"]
+        self._start = state.get("start", 0)
         self.base_seed = state["seed"]
         self.every = state["every"] if self.overhead is not None else None  # else the user has given a period
         self.plan()

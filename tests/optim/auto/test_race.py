@@ -48,7 +48,7 @@ def decide(monkeypatch: pytest.MonkeyPatch, difference: float) -> None:
 
 
 def raced_steps() -> int:
-    return SETTINGS.lengths[0]
+    return SETTINGS.length
 
 
 # Both paths -----------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_rival_that_wins_hands_over_its_weights_and_goes_on(monkeypatch):
     steps = next(iter(SETTINGS.looks)) + 10
     train(model, optimizer, batches(*DATA, 20, steps))
     train(twin, optimizer_of(twin, "spectral", every=1000), batches(*DATA, 20, steps))
-    assert race_of(optimizer).kind == "spectral"
+    assert optimizer._rule.kind == "Automatic, spectral"
     assert "50% lower" in race_of(optimizer).history[0]
     for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(p, expected, 1e-7)  # msgn enlarges the rounding of the step before
@@ -156,21 +156,21 @@ def test_a_plain_difference_ends_a_race_early_and_a_faint_one_lasts(monkeypatch)
 
 
 def test_a_later_race_changes_the_rule_only_if_the_difference_is_certain(monkeypatch):
-    for difference, kind in ((-0.015, "natural"), (-0.03, "spectral")):
+    for difference, kind in ((-0.015, "Automatic"), (-0.03, "Automatic, spectral")):
         model = classes()
         optimizer = optimizer_of(model)
         decide(monkeypatch, 0.5)
         train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[1]))
         decide(monkeypatch, difference)
-        train(model, optimizer, batches(*DATA, 20, SETTINGS.lengths[1]))
-        assert race_of(optimizer).kind == kind, difference
+        train(model, optimizer, batches(*DATA, 20, SETTINGS.length))
+        assert optimizer._rule.kind == kind, difference
 
 
 def test_there_are_three_races_at_most(monkeypatch):
     decide(monkeypatch, 0.5)
     model = classes()
     optimizer = optimizer_of(model)
-    train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[-1] + SETTINGS.lengths[-1]))
+    train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[-1] + SETTINGS.length))
     assert race_of(optimizer).next == math.inf
     assert len(race_of(optimizer).history) == len(SETTINGS.starts)
 
@@ -196,7 +196,7 @@ def test_natural_steps_are_chosen_where_they_are_better():
     optimizer = bprong.BPRONG(model, nn.CrossEntropyLoss())
     for _ in range(3):
         train(model, optimizer, [(x[chosen].float(), y[chosen]) for chosen in torch.randperm(1400).split(100)])
-    assert race_of(optimizer).kind == "natural"
+    assert optimizer._rule.kind == "Automatic"
 
 
 # What is not raced ----------------------------------------------------------------------------------------------------
@@ -302,5 +302,5 @@ def test_a_race_continues_bit_for_bit(clone, steps, monkeypatch):
     assert (race_of(optimizer).rival is None) == (steps in (0, 25))
     for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         train(one, its_optimizer, data[steps:])
-    assert race_of(other_optimizer).kind == "spectral"
+    assert other_optimizer._rule.kind == "Automatic, spectral"
     assert_unchanged(snapshot(model), snapshot(other))

@@ -1,9 +1,10 @@
-"""step="auto": which steps serve a network better is found out by trying both.
+"""step="auto": whether spectral steps serve a network better than natural ones is found out by trying both.
 
 The quadratic model of the loss cannot tell, because it knows nothing of the steps to come. So two rules train side by
-side from the same weights on the same batches: the leader trains the user's model, the rival a second copy of its
-weights, in passes of our own. On every batch both losses are compared before either of them is trained on it. A rival
-that wins hands its weights over, so that no step is lost and none is taken back.
+side from the same weights on the same batches: natural steps lead and train the user's model; their rival, spectral
+steps, trains a second copy of the weights in passes of our own. On every batch both losses are compared before either
+rule is trained on it. A rival that wins hands its weights over, so that no step is lost and none is taken back; there
+is no way back, because a rule that begins anew always looks better for a while.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from bprong.likelihood.loss import Targets
 from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic, NaturalDirections, totals
 from bprong.optim.options import Setup
-from bprong.optim.rules import Direction, Directions, Gradients, States, StepRule, dot
+from bprong.optim.rules import Direction, Gradients, States, StepRule, dot
 from bprong.optim.spectral import SpectralDirections
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
 
 logger = logging.getLogger("bprong")
 State = dict[str, Any]
-KINDS: Mapping[str, type[Directions]] = {"natural": NaturalDirections, "spectral": SpectralDirections}
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class RaceSettings:
     """The constants of races; docs/races.md has the forms that were tried.
 
     starts     steps from which on a race may begin, one after the other
-    lengths    the steps of each race, at most
+    length     the steps of each race, at most
     looks      numbers of steps after which a race may end early, with the standard errors that this takes,
     plain      and the relative difference of the losses that it takes too
     part       the last part of a race that is compared,
     fewest     and its least number of batches
-    certainty  standard errors that a later race takes to change the rule; the first takes the better one
+    certainty  standard errors by which the rival must win a later race; the first takes the better one
     alike      the sine of the angle up to which two gradients are alike
     full       the multiplier of learning rates from which on a race may begin: not in a warm-up or at the end of a run
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
     """
 
-    starts: tuple[int, ...] = (0, 100, 300)
-    lengths: tuple[int, ...] = (40, 30, 40)
+    starts: tuple[int, ...] = (0, 50, 150)
+    length: int = 40
     looks: Mapping[int, float] = field(default_factory=lambda: {20: 3.0, 30: 3.0})
     plain: float = 0.2
     part: float = 1 / 3
@@ -72,15 +72,13 @@ SETTINGS = RaceSettings()
 class Rival:
     """A second copy of the trained weights and of the model's buffers, with the rule that trains it.
 
-    kind:         the name of its steps
     layers:       with the moments of the leader's layers, and factors of its own damping
     values:       the weights by parameter; while the rival is in the model, those of the leader
     differences:  of its loss from the leader's on each batch so far, relative to the larger one
     began:        the step at which it began
     """
 
-    def __init__(self, kind: str, rule: Automatic, parameters: Iterable[Tensor], leaders: Layers, began: int) -> None:
-        self.kind = kind
+    def __init__(self, rule: Automatic, parameters: Iterable[Tensor], leaders: Layers, began: int) -> None:
         self.rule = rule
         self.layers = Layers(map(_like, leaders.values()))
         self.values = {p: p.detach().clone() for p in parameters}
@@ -179,7 +177,6 @@ class Rival:
 
     def state_dict(self, parameters: list[Tensor]) -> State:
         return {
-            "kind": self.kind,
             "began": self.began,
             "differences": list(self.differences),
             "rule": self.rule.state_dict(parameters),
@@ -216,19 +213,18 @@ def _like(layer: Layer) -> Layer:
 class Race:
     """The races of a run: when they are held, and what they decide.
 
-    kind:     of the steps that the leader makes
     next:     the step from which on a race is held or may begin; infinite after the last one
     rival:    None: there is no race at this step
     history:  what was tried and chosen, for the report
     """
 
-    def __init__(self, setup: Setup, kind: str = "natural") -> None:
-        self.kind = kind
+    def __init__(self, setup: Setup) -> None:
         self.next: float = SETTINGS.starts[0]
         self.rival: Rival | None = None
         self.history: list[str] = []
         self._setup = setup
-        self._count = 0  # of the races that were begun
+        self._count = 0  # of the races that have ended
+        self._is_won = False  # whether the rival has won one
 
     @classmethod
     def of(cls, setup: Setup) -> Race | None:
@@ -242,30 +238,27 @@ class Race:
             leader = cast(Automatic, leader)
             if leader.multiplier(gradients) < SETTINGS.full:
                 return None
-            kind = "spectral" if self.kind == "natural" else "natural"
-            rule = Automatic.of(self._setup, KINDS[kind], leader.loss_model)
-            self.rival = Rival(kind, rule, gradients.values, layers, gradients.t)
+            rule = Automatic.of(self._setup, SpectralDirections, leader.loss_model)
+            self.rival = Rival(rule, gradients.values, layers, gradients.t)
         rival = self.rival
         try:
             rival.follow(layers, gradients.t)
             rival.differences.append(self._difference(gradients, rival))
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
-            self.next = math.inf
-            self._end(f"no race: {reason}".partition("\n")[0])
-            return None
-        if not math.isfinite(rival.differences[-1]):
-            self._end(f"the loss with {rival.kind} steps is not finite")
+            self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
         mean, error = rival.verdict()
-        if not self._is_over(len(rival.differences), abs(mean), error):
+        steps = len(rival.differences)
+        errors = SETTINGS.looks.get(steps, math.inf)
+        if math.isfinite(mean) and steps < SETTINGS.length and abs(mean) < max(SETTINGS.plain, errors * error):
             return None
-        has_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
-        than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} ± {error:.0%} than with {self.kind} steps"
-        self._end(f"after {len(rival.differences)} steps the loss with {rival.kind} steps is {than}")
-        if not has_won:
+        self._is_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
+        than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
+        going_on = "spectral" if self._is_won else "natural"
+        self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
+        if not self._is_won:
             return None
         rival.hand_over(gradients.states, layers)
-        self.kind = rival.kind
         return rival.rule
 
     def _difference(self, gradients: Gradients, rival: Rival) -> float:
@@ -304,17 +297,12 @@ class Race:
         self._average_(again)
         return angle < 1.5 * _sine(again.values, of_rival.values)
 
-    def _is_over(self, steps: int, difference: float, error: float) -> bool:
-        errors = SETTINGS.looks.get(steps)
-        is_plain = errors is not None and difference > max(SETTINGS.plain, errors * error)
-        return is_plain or steps >= SETTINGS.lengths[self._count]
-
-    def _end(self, message: str) -> None:
+    def _end(self, message: str, is_last: bool) -> None:
         """End this race, and say in one line what came of it."""
         rival = cast(Rival, self.rival)
         self._count += 1
         starts = [start for start in SETTINGS.starts[self._count :] if start > rival.began]
-        self.next = max(starts[0], self.next) if starts else math.inf
+        self.next = math.inf if is_last or not starts else starts[0]
         self.rival = None
         self.history.append(message)
         logger.info("step %d: %s", rival.began, message)
@@ -323,26 +311,26 @@ class Race:
 
     def state_dict(self, parameters: list[Tensor]) -> State:
         """The rival is a part of it while there is a race."""
-        state = {"kind": self.kind, "next": self.next, "count": self._count, "history": list(self.history)}
-        return state if self.rival is None else state | {"rival": self.rival.state_dict(parameters)}
+        numbers = {"next": self.next, "count": self._count, "is_won": self._is_won, "history": list(self.history)}
+        return numbers if self.rival is None else numbers | {"rival": self.rival.state_dict(parameters)}
 
     def load_state_dict(
         self, state: Mapping[str, Any], parameters: list[Tensor], leader: StepRule, layers: Layers
     ) -> Automatic:
         """Restore what `state_dict` returned; return a new rule for the leader."""
         loss_model = cast(Automatic, leader).loss_model
-        self.kind = state["kind"]
         self.next = state["next"]
-        self._count = state["count"]
         self.history = list(state["history"])
+        self._count = state["count"]
+        self._is_won = state["is_won"]
         self.rival = None
         if "rival" in state:
             rival = state["rival"]
             values = [p for p, value in zip(parameters, rival["values"], strict=True) if value is not None]
-            rule = Automatic.of(self._setup, KINDS[rival["kind"]], loss_model)
-            self.rival = Rival(rival["kind"], rule, values, layers, rival["began"])
+            rule = Automatic.of(self._setup, SpectralDirections, loss_model)
+            self.rival = Rival(rule, values, layers, rival["began"])
             self.rival.load_state_dict(rival, parameters)
-        return Automatic.of(self._setup, KINDS[self.kind], loss_model)
+        return Automatic.of(self._setup, SpectralDirections if self._is_won else NaturalDirections, loss_model)
 
 
 def _sine(a: Direction, b: Direction) -> float:
