@@ -1,21 +1,15 @@
-"""Batches that no recorded call shows in full: those given by `observe`, and those of compiled models.
-
-Also what users are told if a batch, or the call of its loss, was not seen.
-"""
+"""Batches that are given by `observe`; what users are told if a batch, or the call of its loss, was not seen."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from bprong.capture.own_pass import examples, run_alone
-from bprong.capture.tape import Batch, Head
+from bprong.capture.own_pass import examples
+from bprong.capture.tape import Batch
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss, Targets, classes_last
 
@@ -35,23 +29,6 @@ def with_observed(call: Batch, x: Any, y: Tensor | None, loss: Loss) -> Batch:
             return batch
         y = laid_out_y
     return replace(batch, targets=Targets.observed(loss, y))
-
-
-def with_loss_inside(call: Batch, model: nn.Module, loss: Loss, head: Head) -> Batch | None:
-    """Return a call of a compiled model with the targets of the loss inside of that; None: there is none.
-
-    A pass of our own shows them.
-    """
-    with run_alone(getattr(model, "_orig_mod", model), call.x, seed=0, errors=True, head=head) as run:
-        losses = head.inputs(run.losses)
-        values = [t for t in tree_leaves(run.returned) if isinstance(t, Tensor) and t.ndim == 0]
-        if not losses or not any(value.requires_grad for value in values):
-            return None
-        gradients = torch.autograd.grad(values[0], run.parts, allow_unused=True, materialize_grads=True)
-    arrived = [each for each in losses if each.count(each.gradients)]
-    batch = call.with_targets(loss, [part.detach() for part in run.parts], arrived, lambda: gradients)
-    # A factor that the user puts on what the model returns is not known.
-    return replace(batch, targets=batch.targets and replace(batch.targets, total=math.nan))
 
 
 # What users are told --------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
-from bprong.capture.observed import check_loss, no_batch, with_loss_inside, with_observed
+from bprong.capture.observed import check_loss, no_batch, with_observed
 from bprong.capture.tape import Arguments, Batch, Head, Tape, nodes_behind, place_of
 from bprong.likelihood.loss import Loss, LossCall
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
@@ -75,7 +75,6 @@ class Recorder:
         self._leaves = leaves(model)
         self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
         self._no_output: str | None = None  # why no output was found in what the model returned
-        self._loss_is_inside = not self._leaves  # whether the model may compute its loss itself, as far as is known
         self._loss_was_seen = False  # or what is to be said of it was said
         self.listener = Listener(self)
         weakref.finalize(self, unwatch, id(self))
@@ -143,12 +142,12 @@ class Recorder:
             self._wait(tape, parts, returned)
 
     def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
-        """Wait for a backward pass at the parts of the output, or at the tensors that they are made of."""
+        """Wait for a backward pass at the parts of the output."""
         self._waits = True
         tape.place = place_of(parts[0]) if len(parts) == 1 else ()
-        awaited: list[tuple[int | None, Any]] = list(enumerate(tape.expect(parts, returned, self.head)))
-        for _, part in awaited:  # for a loss to find the call
-            if isinstance(part, Tensor) and part.grad_fn is not None:
+        tape.expect(parts)
+        for part in parts:  # for a loss to find the call
+            if part.grad_fn is not None:
                 cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)
         losses = tape.losses
         tape.losses = []
@@ -157,11 +156,8 @@ class Recorder:
         if tape.calls is not None:
             tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
             tape.retained = [*tape.calls.retained, *map(weakref.ref, tensors)]
-            self._loss_is_inside = bool(tape.losses) or (tape.calls.opaque and self._loss_is_inside)
-            if tape.calls.opaque:  # the loss of a compiled model may be one of its tensors
-                awaited += [(None, tensor) for tensor in tensors]
-        for i, part in awaited:
-            if isinstance(part, Tensor) and part.grad_fn is not None:  # hooks would gather on a parameter
+        for i, part in enumerate(parts):
+            if part.grad_fn is not None:  # hooks would gather on a parameter
                 hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
                 part.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -177,7 +173,7 @@ class Recorder:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, tape: Tape, part: int | None, gradient: Tensor | None) -> None:
+    def arrive(self, tape: Tape, part: int, gradient: Tensor | None) -> None:
         """When the user's backward pass arrives at a part of the output of a call.
 
         If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
@@ -202,10 +198,9 @@ class Recorder:
             self.scale.expect(self.model.parameters())
         tape.task = task
         tape.accumulated = accumulates
-        if part is not None:
-            tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
+        tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
         if is_first and self.meter is not None and tape.calls is not None:
-            tape.measure(self.meter, len(self.reached) - 1, self.loss, self.head)
+            tape.measure(self.meter, len(self.reached) - 1, self.loss)
             measured = (tape.measured or {}).values()
             if measured and not self.keeps and all(layer.called for layer in measured):
                 tape.arguments = None
@@ -224,7 +219,7 @@ class Recorder:
         elif is_first:
             # One set of moments is kept for any number of passes. If the gradients of one of them are thrown away, so
             # are those of all the others.
-            counting = [tape for tape in finished if tape.measured and tape.batch(self.loss, self.head).counts]
+            counting = [tape for tape in finished if tape.measured and tape.batch(self.loss).counts]
             for one, following in pairwise(counting):
                 following.measured = merged([one.measured or {}, following.measured or {}])
                 one.measured = {}
@@ -256,13 +251,8 @@ class Recorder:
 
         As many calls as observed batches have the gradients of these.
         """
-        calls = [tape.batch(self.loss, self.head) for tape in self.reached]
+        calls = [tape.batch(self.loss) for tape in self.reached]
         calls += [Batch(Arguments(*arguments)) for arguments in self.listener.compiled_calls()]
-        for i, call in enumerate(calls):
-            if self._loss_is_inside and call.targets is None and call.x is not None and self.head.functions:
-                batch = with_loss_inside(call, self.model, self.loss, self.head)
-                self._loss_is_inside = batch is not None
-                calls[i] = batch or call
         if not self.observed:
             return calls
         same = calls if len(calls) == len(self.observed) else [Batch()] * len(self.observed)

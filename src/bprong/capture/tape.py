@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from bprong.capture.measure import Meter
     from bprong.capture.request import LayerMoments
 
-Key = str | int | Callable[[Any], Any]
+Key = str | int
 
 TO_THE_LOSS = 200  # operations, at most, between an output and its loss
 
@@ -37,8 +38,8 @@ TO_THE_LOSS = 200  # operations, at most, between an output and its loss
 class Head:
     """Finds the tensors that the loss is computed from.
 
-    key:        names them in what the model returns: a key or attribute, an index, or a function of it; None: the
-                logits or the first tensor or, if a loss inside of the model does not depend on that, its input
+    key:        of the output in what the model returns: a key or attribute, or an index; None: the logits or the first
+                tensor or, if a loss inside of the model does not depend on that, its input
     functions:  the names of torch's functions that may be this loss
     inside:     whether they are the input of a loss inside of the model; None: not known yet
 
@@ -51,8 +52,11 @@ class Head:
     inside: bool | None = None
 
     def __post_init__(self) -> None:
-        if not (self.key is None or isinstance(self.key, (str, int)) or callable(self.key)):
-            raise TypeError(f"output must be a key, an index or a function of what the model returns, not {self.key!r}")
+        if not isinstance(self.key, (str, int, NoneType)):
+            raise TypeError(
+                f"output must be a key, an attribute or an index of what the model returns, not {self.key!r}. If it is "
+                f"something else, return it from your model's forward"
+            )
 
     def find(self, returned: Any, losses: Sequence[LossCall] = ()) -> list[Tensor]:
         """Return tensors that differ in their first dimension only.
@@ -66,14 +70,12 @@ class Head:
         if inside and self.inside is not False:
             return [call.input for call in inside]
         output = _chosen(returned, self.key)
-        parts = list(output) if isinstance(output, (tuple, list)) and self.key is not None else [output]
-        for part in parts:
-            if not isinstance(part, Tensor) or part.ndim == 0:
-                what = "a number" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-                raise TypeError(
-                    f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
-                )
-        return parts
+        if not isinstance(output, Tensor) or output.ndim == 0:
+            what = "a number" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            raise TypeError(
+                f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
+            )
+        return [output]
 
     def inputs(self, losses: Sequence[LossCall]) -> list[LossCall]:
         """Return the calls that may be those of the loss: with the largest input, and inputs of the same shape."""
@@ -93,8 +95,6 @@ def _chosen(returned: Any, key: Key | None) -> Any:
         case _ if key is None:
             return returned
     try:
-        if callable(key):
-            return key(returned)
         by_name = isinstance(key, str) and not isinstance(returned, Mapping)
         return getattr(returned, str(key)) if by_name else returned[key]
     except (LookupError, AttributeError, TypeError) as reason:
@@ -104,7 +104,7 @@ def _chosen(returned: Any, key: Key | None) -> Any:
 def _advice(returned: Any) -> str:
     names = sorted(map(str, returned)) if isinstance(returned, Mapping) else []
     has = f"The model returns {', '.join(names)}. " if names else ""
-    return f"{has}Name it with options={{'output': …}}: a key, an index, or a function of what the model returns"
+    return f"{has}Name it with options={{'output': …}}: a key, an attribute or an index"
 
 
 @dataclass(frozen=True)
@@ -229,27 +229,6 @@ class Batch:
         mask = self.reached if self.targets is None else self.targets.mask
         return mask is None or bool(mask.any())
 
-    def with_targets(
-        self,
-        loss: Loss,
-        parts: Sequence[Tensor],
-        losses: Sequence[LossCall],
-        gradients: Callable[[], Sequence[Tensor] | None],
-    ) -> Batch:
-        """Return it with its output and targets; gradients: gives those at the parts of the output, if known."""
-        likelihood = loss.likelihood
-        class_dim = loss.class_dim(parts[0], losses[0].input if losses else None)
-        output = laid_out(parts, class_dim)
-
-        def gradient() -> Tensor | None:
-            values = gradients()
-            return None if values is None else laid_out(values, class_dim)
-
-        targets = targets_of(likelihood, losses, output, gradient) if losses else None
-        values = gradient() if targets is None else None
-        reached = None if values is None else likelihood.reached(values)
-        return replace(self, output=output, class_dim=class_dim, targets=targets, reached=reached)
-
 
 @dataclass(eq=False)
 class Tape:
@@ -260,10 +239,9 @@ class Tape:
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
     output:     None: there is none yet, or a step has used it
     retained:   tensors whose gradients the user may have asked to be retained
-    structure:  what the model returned, without its tensors, if the output is a rearrangement of them
     place:      address, shape and strides of the output, if that is one tensor
     losses:     the calls of loss functions that were given the output
-    gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
+    gradients:  at each part of the output, summed over the backward passes that reached it
     measured:   the moments of its layers
     number:     which of the results of its operation the output is, if that is where a hook is
     tasks:      the backward passes that count
@@ -277,7 +255,6 @@ class Tape:
     calls: Calls | None = None
     output: Output | None = None
     retained: Sequence[weakref.ref[Tensor]] = ()
-    structure: TreeSpec | None = None
     place: tuple[Any, ...] = ()
     losses: list[LossCall] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -295,41 +272,35 @@ class Tape:
         self.arguments = Arguments(args, kwargs, autocast)
         self.recording.enter_context(noted_hooks(model))
 
-    def expect(self, parts: Sequence[Tensor], returned: Any, head: Head) -> Sequence[Any]:
-        """Note the output of the call; return where backward passes will arrive: there, or at what it is made of."""
+    def expect(self, parts: Sequence[Tensor]) -> None:
+        """Note the output of the call."""
         self.output = Output.of(parts)
         if not any(part.numel() for part in parts):
             self.calls = None
-        tensors, structure = tree_flatten(returned)
-        if callable(head.key) and not all(any(part is leaf for leaf in tensors) for part in parts):
-            self.structure = structure
-            return tensors
         if len(parts) == 1:
             self.number = parts[0].output_nr
             self.output = replace(self.output, edges=())
-        return parts
 
-    def batch(self, loss: Loss, head: Head) -> Batch:
+    def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
         batch = Batch(self.arguments, measured=self.measured)
         if self.output is None:
             return batch
         arrived = [call for call in self.losses if call.count(self.tasks)]
         declared = [call for call in arrived if call.is_declared]
-        losses = declared or [call for call in arrived if call.function in head.functions]
-        return batch.with_targets(loss, self.output.parts, losses, lambda: self._gradients(head))
+        losses = declared or [call for call in arrived if call.function in loss.functions]
+        parts = self.output.parts
+        class_dim = loss.class_dim(parts[0], losses[0].input if losses else None)
+        output = laid_out(parts, class_dim)
+        gradient = None
+        if len(self.gradients) == len(parts):  # otherwise the backward pass has not arrived everywhere yet
+            gradient = laid_out([self.gradients[i] for i in range(len(parts))], class_dim)
+        targets = targets_of(loss.likelihood, losses, output, gradient) if losses else None
+        is_unseen = targets is None and gradient is not None
+        reached = loss.likelihood.reached(cast(Tensor, gradient)) if is_unseen else None
+        return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
 
-    def _gradients(self, head: Head) -> Sequence[Tensor] | None:
-        """Return those at the output, as if the losses of all backward passes had been summed; None: not yet known."""
-        parts = () if self.output is None else self.output.parts
-        arrivals = len(parts) if self.structure is None else self.structure.num_leaves
-        if len(self.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
-            return None
-        gradients = [self.gradients[i] for i in sorted(self.gradients)]
-        # What rearranges tensors rearranges their gradients.
-        return gradients if self.structure is None else head.find(tree_unflatten(gradients, self.structure))
-
-    def measure(self, meter: Meter, index: int, loss: Loss, head: Head) -> None:
+    def measure(self, meter: Meter, index: int, loss: Loss) -> None:
         """Measure the recorded calls on the user's graph, as if the user's backward pass had not begun.
 
         index: of the batch, since the last step
@@ -345,7 +316,7 @@ class Tape:
         for tensor, _ in retained:
             tensor.grad = None
         try:
-            self.measured = meter.measure(index, output, calls, self.batch(loss, head))
+            self.measured = meter.measure(index, output, calls, self.batch(loss))
         except RuntimeError as reason:
             if "compiled" not in str(reason):  # compiled functions run backward only once
                 raise
