@@ -27,7 +27,7 @@ from bprong.capture.calls import Calls, recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
 from bprong.capture.observed import check_loss, no_batch, with_observed
-from bprong.capture.tape import Arguments, Batch, Head, Tape, nodes_behind, place_of
+from bprong.capture.tape import Batch, Head, Tape, nodes_behind, place_of
 from bprong.likelihood.loss import Loss, LossCall
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
 from bprong.parallel.slices import leaves
@@ -38,7 +38,7 @@ ROUNDING = 1e-3  # the relative difference up to which two factors are one; a fe
 class Recorder:
     """The batches a model was trained on since the last optimizer step.
 
-    model:     the root module as the user calls it, compiled or not; it has a hook while this object lives
+    model:     the root module as the user calls it, compiled or not; its calls are listened to while this object lives
     loss:      the declared loss
     head:      finds the output that the loss is computed from
     meter:     measures the calls of the model's weights; measures: whether it does so at this step
@@ -99,7 +99,6 @@ class Recorder:
         for tape in self.reached:
             tape.release()
         self.reached.clear()
-        self.listener.compiled = None
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -252,7 +251,6 @@ class Recorder:
         As many calls as observed batches have the gradients of these.
         """
         calls = [tape.batch(self.loss) for tape in self.reached]
-        calls += [Batch(Arguments(*arguments)) for arguments in self.listener.compiled_calls()]
         if not self.observed:
             return calls
         same = calls if len(calls) == len(self.observed) else [Batch()] * len(self.observed)
