@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.calls import recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
 from bprong.capture.observed import check_loss, no_batch, with_observed
@@ -70,10 +70,10 @@ class Recorder:
         self.trained: set[Tensor] | None = None
         self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Tape] = []
+        self._accumulates = False  # whether the passes that reached them added to `.grad`
         self.scale = GradientScale()
         self._waits = False  # whether a call since the last step waits for its loss and its backward pass
         self._leaves = leaves(model)
-        self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
         self._no_output: str | None = None  # why no output was found in what the model returned
         self._loss_was_seen = False  # or what is to be said of it was said
         self.listener = Listener(self)
@@ -109,16 +109,11 @@ class Recorder:
             return None
         watch(id(self), partial(_tell, weakref.WeakMethod(self.note_loss)))
         tape = Tape()
-        if weights:
-            self._is_opaque = bool(self._leaves) or any(map(is_compiled, self.model.modules()))
-        if weights or self.keeps or self._is_opaque:
+        if weights or self.keeps:
             tape.keep(self.model, args, kwargs)
-        if self._is_opaque:
-            # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
-            # gradients, and gather parameters as often as this rank's batch asks for.
-            tape.calls = Calls(weights, formulas=False)
-            tape.calls.opaque = True
-        elif weights:
+        # Calls cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
+        # gradients, and gather parameters as often as this rank's batch asks for.
+        if weights and not (self._leaves or any(map(is_compiled, self.model.modules()))):
             tape.calls = tape.recording.enter_context(recorded_calls(weights, formulas=False))
             tape.calls.note_masks((args, kwargs))
         return tape
@@ -143,22 +138,16 @@ class Recorder:
     def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
         """Wait for a backward pass at the parts of the output."""
         self._waits = True
-        tape.place = place_of(parts[0]) if len(parts) == 1 else ()
-        tape.expect(parts)
-        for part in parts:  # for a loss to find the call
-            if part.grad_fn is not None:
-                cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)
+        tape.wait_at(parts, returned)
+        for i, part in enumerate(parts):
+            if part.grad_fn is not None:  # hooks would gather on a parameter
+                cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)  # for a loss to find the call
+                hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
+                part.register_hook(hook)  # type: ignore[no-untyped-call]
         losses = tape.losses
         tape.losses = []
         for call in losses:
             _attach(call, id(self))
-        if tape.calls is not None:
-            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
-            tape.retained = [*tape.calls.retained, *map(weakref.ref, tensors)]
-        for i, part in enumerate(parts):
-            if part.grad_fn is not None:  # hooks would gather on a parameter
-                hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
-                part.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def note_loss(self, call: LossCall) -> None:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
@@ -181,22 +170,22 @@ class Recorder:
         accumulates = destination(self._leaves or self.model.parameters())
         if gradient is None or tape.output is None or accumulates is None:  # a step has used it, or it is no training
             return
-        if not accumulates and any(one.accumulated for one in self.reached):
-            return  # its gradients are for the user's own use
+        if accumulates != self._accumulates:
+            if self.reached and self._accumulates:
+                return  # its gradients are for the user's own use
+            self.reached = []
+            self._accumulates = accumulates
         task = torch._C._current_graph_task_id()
-        is_first = tape.task != task
-        if self.reached:
-            self._sort_reached(accumulates, task, is_first)
-        is_new = tape not in self.reached
-        if is_new:
+        is_first = task not in tape.tasks
+        self._sort_reached(task, is_first)
+        if tape not in self.reached:
             self.reached.append(tape)
             tape.gradients = {}
-            tape.tasks = set()
-        tape.tasks.add(task)
-        if accumulates and self.reads and is_first:
-            self.scale.expect(self.model.parameters())
-        tape.task = task
-        tape.accumulated = accumulates
+            tape.tasks = []
+        if task not in tape.tasks:
+            tape.tasks.append(task)
+            if accumulates and self.reads:
+                self.scale.expect(self.model.parameters())
         tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
         if is_first and self.meter is not None and tape.calls is not None:
             tape.measure(self.meter, len(self.reached) - 1, self.loss)
@@ -204,17 +193,16 @@ class Recorder:
             if measured and not self.keeps and all(layer.called for layer in measured):
                 tape.arguments = None
 
-    def _sort_reached(self, accumulates: bool, task: int, is_first: bool) -> None:
-        """Drop the calls whose gradients were thrown away or were not for `.grad`; add the moments of others up.
+    def _sort_reached(self, task: int, is_first: bool) -> None:
+        """Drop the calls whose gradients were thrown away; add the moments of others up.
 
         is_first: whether the backward pass arrives at a call for the first time
         """
-        self.reached = [tape for tape in self.reached if tape.accumulated == accumulates]
-        finished = [tape for tape in self.reached if tape.task != task]
+        finished = [tape for tape in self.reached if tape.tasks[-1] != task]
         # While gradients accumulate, those of a sharded model are kept at its whole parameters.
         trained = self.model.parameters() if self.trained is None or self._leaves else self.trained
         if finished and _all_zero(trained):
-            self.reached = [tape for tape in self.reached if tape.task == task]
+            self.reached = [tape for tape in self.reached if tape not in finished]
         elif is_first:
             # One set of moments is kept for any number of passes. If the gradients of one of them are thrown away, so
             # are those of all the others.

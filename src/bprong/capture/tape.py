@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
@@ -244,8 +244,7 @@ class Tape:
     gradients:  at each part of the output, summed over the backward passes that reached it
     measured:   the moments of its layers
     number:     which of the results of its operation the output is, if that is where a hook is
-    tasks:      the backward passes that count
-    task:       the one that reached it last, and whether that pass added to `.grad`
+    tasks:      the backward passes that count, in their order
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -260,9 +259,7 @@ class Tape:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
     number: int | None = None
-    tasks: set[int] = field(default_factory=set)
-    task: int = -1
-    accumulated: bool = False
+    tasks: list[int] = field(default_factory=list)
 
     def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the model was called with, for a pass of our own: copies, which nobody changes meanwhile."""
@@ -272,14 +269,16 @@ class Tape:
         self.arguments = Arguments(args, kwargs, autocast)
         self.recording.enter_context(noted_hooks(model))
 
-    def expect(self, parts: Sequence[Tensor]) -> None:
-        """Note the output of the call."""
+    def wait_at(self, parts: Sequence[Tensor], returned: Any) -> None:
+        """Note the output of the call, where a backward pass is to arrive; returned: by the model."""
         self.output = Output.of(parts)
-        if not any(part.numel() for part in parts):
-            self.calls = None
         if len(parts) == 1:
+            self.place = place_of(parts[0])
             self.number = parts[0].output_nr
             self.output = replace(self.output, edges=())
+        if self.calls is not None:
+            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+            self.retained = [*self.calls.retained, *map(weakref.ref, tensors)]
 
     def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
@@ -308,13 +307,11 @@ class Tape:
         calls, output = self.calls, self.output
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
             self.calls = None
-        if calls is None or output is None or not calls.recorded or calls.opaque:
+        if calls is None or output is None or calls.opaque or not any(part.numel() for part in output.parts):
             return
         if self.number is not None:
             output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), self.number),))
         retained = [(t, t.grad) for t in (ref() for ref in self.retained) if t is not None and t.retains_grad]
-        for tensor, _ in retained:
-            tensor.grad = None
         try:
             self.measured = meter.measure(index, output, calls, self.batch(loss))
         except RuntimeError as reason:
