@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bprong.capture.own_pass import examples
 from bprong.capture.tape import Batch
-from bprong.errors import warn
-from bprong.likelihood.loss import Loss, Targets, classes_last
+from bprong.likelihood.loss import Loss, LossCall, Targets, classes_last
+
+NO_BATCH = """there is no batch to measure: since the last step no call of the model given to the optimizer was \
+seen in training mode and with gradients that led to those in .grad.
+- Is the model in eval mode? Call its train() first
+- Give the module that you call (the compiled one, if it is compiled; not one that contains it, or that it contains)
+- If the model is called in another way than model(x), such as by a method or a __call__ of its own, put that into \
+`with optimizer.recording() as record:` and call record(output) at a fixed lr
+- Where there is no such call, as in eval mode or with lr="auto", use optimizer.observe(x, y) before step()
+- If the loss is computed from something other than the first output, name that with options={'output': …}
+- If a compiled model computes its loss itself, compute that outside, from what the model returns"""
 
 
 def with_observed(call: Batch, x: Any, y: Tensor | None, loss: Loss) -> Batch:
@@ -31,59 +40,13 @@ def with_observed(call: Batch, x: Any, y: Tensor | None, loss: Loss) -> Batch:
     return replace(batch, targets=Targets.observed(loss, y))
 
 
-# What users are told --------------------------------------------------------------------------------------------------
-
-
-def no_batch(model: nn.Module, no_output: str | None) -> Exception:
-    """Return the error of a step whose batch was not seen: what was seen, and a remedy for each reason.
-
-    no_output: why no output was found in what the model returned
-    """
-    if no_output is not None:
-        return TypeError(no_output)
-    kind = type(model).__name__
-    trained = []
-    for name, child in model.named_children():
-        if any(p.grad is not None for p in child.parameters()):
-            trained.append(name)
-    remedies = [
-        "Give the module that you call (the compiled one, if it is compiled)",
-        "If the model is called in another way than model(x), such as by a method or a __call__ of its own, put that "
-        "into `with optimizer.recording() as record:` and call record(output) at a fixed lr",
-        'Where there is no such call, as in eval mode or with lr="auto", use optimizer.observe(x, y) before step()',
-        "If the loss is computed from something other than the first output, name that with options={'output': …}",
-    ]
-    if len(trained) == 1:
-        remedies.insert(1, f"If your training step calls its {trained[0]!r} instead, give that")
-    if not model.training:
-        remedies.insert(0, f"The {kind} is in eval mode: call its train() first")
-    listed = "".join(f"\n- {remedy}" for remedy in remedies)
-    return RuntimeError(
-        f"there is no batch to measure: since the last step no call of the model given to the optimizer, a {kind}, was "
-        f"seen in training mode and with gradients that led to those in .grad.{listed}"
+def unseen_loss(loss: Loss, calls: Iterable[LossCall]) -> str:
+    """Return what is said if the targets of a batch are unknown; calls: of loss functions, with the output."""
+    names = sorted({f"F.{call.function}" for call in calls})
+    called = f"{', '.join(names)} was called, with something else or as another loss"
+    return (
+        f"the loss that was declared, {loss.name}, was not called with the output of the model: "
+        f"{called if names else 'no call of it was seen'}. Declare the loss that you call, and call it with what the "
+        f"model returns, or name that with options={{'output': …}}. If the loss is computed in another way, give its "
+        f"targets with optimizer.observe(x, y) before step()"
     )
-
-
-def check_loss(
-    loss: Loss, batches: Sequence[Batch], functions: Collection[str], needed: bool, is_observed: bool
-) -> None:
-    """If the targets of a batch are unknown: raise an error where they are needed, and otherwise warn.
-
-    functions: the loss functions that were called with the output
-    """
-    unknown = [batch for batch in batches if batch.targets is None and (needed or batch.output is not None)]
-    # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
-    if not unknown or not (needed or (loss.kind and not is_observed)):
-        return
-    calls = "no call of it was seen"
-    if functions:
-        names = ", ".join(sorted(f"F.{function}" for function in functions))
-        calls = f"{names} was called, with something else or as another loss"
-    message = (
-        f"the loss that was declared, {loss.name}, was not called with the output of the model: {calls}. Declare the "
-        f"loss that you call, and call it with what the model returns, or name that with options={{'output': …}}. If "
-        f"the loss is computed in another way, give its targets with optimizer.observe(x, y) before step()"
-    )
-    if needed:
-        raise RuntimeError(message)
-    warn(message)

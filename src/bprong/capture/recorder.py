@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 from bprong.capture.calls import recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
-from bprong.capture.observed import check_loss, no_batch, with_observed
+from bprong.capture.observed import NO_BATCH, unseen_loss, with_observed
 from bprong.capture.tape import Batch, Head, Tape, nodes_behind, place_of
+from bprong.errors import warn
 from bprong.likelihood.loss import Loss, LossCall
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
 from bprong.parallel.slices import leaves
@@ -75,7 +76,7 @@ class Recorder:
         self._waits = False  # whether a call since the last step waits for its loss and its backward pass
         self._leaves = leaves(model)
         self._no_output: str | None = None  # why no output was found in what the model returned
-        self._loss_was_seen = False  # or what is to be said of it was said
+        self._loss_was_checked = False
         self.listener = Listener(self)
         weakref.finalize(self, unwatch, id(self))
 
@@ -222,16 +223,24 @@ class Recorder:
         """
         batches = self.seen()
         if needed and not batches:
-            raise no_batch(self.model, self._no_output)
+            raise TypeError(self._no_output) if self._no_output else RuntimeError(NO_BATCH)
         batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
-        lacking = self.reads and None in [batch.targets for batch in batches]
-        if needed and (lacking or not self._loss_was_seen):
-            functions = {call.function for tape in self.reached for call in tape.losses}
-            check_loss(self.loss, batches, functions, self.reads, is_observed=bool(self.observed))
-            self._loss_was_seen = True
+        if needed:
+            self._check_loss([batch for batch in batches if batch.targets is None])
         if not counting:
             return batches
         return [batch for batch in batches if batch.counts] or ([] if shared else batches)
+
+    def _check_loss(self, unknown: Sequence[Batch]) -> None:
+        """If the targets of some batches are unknown, raise an error where they are needed, and otherwise warn once."""
+        calls = [call for tape in self.reached for call in tape.losses]
+        if unknown and self.reads:
+            raise RuntimeError(unseen_loss(self.loss, calls))
+        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
+        is_odd = self.loss.kind and not self.observed and any(batch.output is not None for batch in unknown)
+        if is_odd and not self._loss_was_checked:
+            warn(unseen_loss(self.loss, calls))
+        self._loss_was_checked = True
 
     def seen(self) -> list[Batch]:
         """Return the batches since the last step: those observed or, without any, the calls that errors reached.
