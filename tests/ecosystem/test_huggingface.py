@@ -134,13 +134,11 @@ def test_the_output_that_the_loss_is_of_can_be_named(output: Any) -> None:
     assert_same_path(snapshot(model), snapshot(plain), 1e-9)
 
 
-def test_outputs_without_a_name_are_those_that_a_loss_inside_is_given() -> None:
-    """Two logits, neither named "logits": both losses inside of the model are seen."""
+def test_two_losses_inside_a_model_are_refused_with_what_to_do() -> None:
+    """Two logits, neither named "logits", each with a loss inside of the model."""
     model = question_answering()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, [spans()], inside)
-    (found,) = {layer.backward.moments.weight for layer in optimizer._whitening.layers.values()}
-    assert found == 2 * len(spans()["input_ids"])
+    with pytest.raises(TypeError, match=r"losses of 2 tensors of one size.*torch\.stack"):
+        train(model, optimizer_of(model), [spans()], inside)
 
 
 def test_an_output_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:

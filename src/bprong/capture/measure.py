@@ -60,10 +60,9 @@ def record(
 ) -> dict[str, LayerMoments]:
     """Run `model` on x and measure its layers; head: finds the output; for class_dim see `tape.laid_out`."""
     needs_graph = bool(request.errors) or counted is not None or request.verify
-    with run_alone(model, x, request.seed, needs_graph, head, recorded_calls(request.weights)) as run:
-        calls: Calls = run.recorded
+    with run_alone(model, x, request.seed, needs_graph, head, recorded_calls(request.weights)) as (output, calls):
         calls.note_masks(x)
-        measured = measure(request, Output.of(run.parts, class_dim), calls, y, counted)
+        measured = measure(request, Output.of(output, class_dim), calls, y, counted)
         for call in calls:
             measured[call.weight.name].probe = call.z
         return measured
@@ -151,7 +150,6 @@ class Meter:
     def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> dict[str, LayerMoments]:
         """Measure calls recorded in the user's own pass; index: of the batch, since the last step."""
         request = self.request()
-        output = replace(output, class_dim=batch.class_dim)
         device = output.values.device
         seed = self._seed(request, index)
         is_ours = type(self._loss.likelihood).__module__.startswith("bprong.")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from bprong.capture.listener import CHANGING, GLOBAL_HOOKS, Replacements, hooks_of, own_pass, watched_losses
 from bprong.capture.tape import Arguments, Batch, Head, copy_of
-from bprong.likelihood.loss import LossCall
-
-
-class Run(NamedTuple):
-    """A pass of our own.
-
-    parts:     the tensors that the loss is computed from
-    returned:  what the model returned
-    losses:    the calls of loss functions
-    recorded:  what the context that it ran in has recorded
-    """
-
-    parts: list[Tensor]
-    returned: Any
-    losses: list[LossCall]
-    recorded: Any
 
 
 @contextmanager
@@ -51,8 +35,11 @@ def run_alone(
     errors: bool,
     head: Head | None = None,
     recording: AbstractContextManager[Any] | None = None,
-) -> Iterator[Run]:
-    """Run `model` on x; errors: with an autograd graph; recording: the context that it runs in."""
+) -> Iterator[tuple[Tensor, Any]]:
+    """Run `model` on x; yield its output, and what the context that it ran in has recorded.
+
+    errors: with an autograd graph; head: finds the output; recording: the context
+    """
     if errors and torch.is_inference_mode_enabled():
         raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
     with own_pass(), _without_trace(model, seed), torch.set_grad_enabled(errors):
@@ -61,7 +48,7 @@ def run_alone(
             eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
             with eager:
                 returned = _call(model, x)
-        yield Run((head or Head()).find(returned, losses), returned, losses, recorded)
+        yield (head or Head()).find(returned, losses), recorded
 
 
 # Checkpoints, reentrant or not: the function is called once, with nothing around it. In eval mode without gradients

@@ -127,24 +127,22 @@ class Recorder:
         if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
             self.head.inside = any(call.is_declared for call in tape.losses)
         try:
-            parts = [] if returned is None else self.head.find(returned, tape.losses)
+            output = None if returned is None else self.head.find(returned, tape.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self._no_output = str(reason)
             # Without a declared loss the output itself is not needed, but a place where a backward pass arrives.
             tensors = tree_leaves(returned) if self.loss.is_undeclared else []
-            parts = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad][:1]
-        if parts and all(part.requires_grad for part in parts):
-            self._wait(tape, parts, returned)
+            output = next((t for t in tensors if isinstance(t, Tensor) and t.requires_grad), None)
+        if output is not None and output.grad_fn is not None:  # hooks would gather on a parameter
+            self._wait(tape, output, returned)
 
-    def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
-        """Wait for a backward pass at the parts of the output."""
+    def _wait(self, tape: Tape, output: Tensor, returned: Any) -> None:
+        """Wait for a backward pass at the output."""
         self._waits = True
-        tape.wait_at(parts, returned)
-        for i, part in enumerate(parts):
-            if part.grad_fn is not None:  # hooks would gather on a parameter
-                cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)  # for a loss to find the call
-                hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
-                part.register_hook(hook)  # type: ignore[no-untyped-call]
+        tape.wait_at(output, returned)
+        cast(Any, output.grad_fn).metadata[id(self)] = weakref.ref(tape)  # for a loss to find the call
+        hook = partial(_tell, weakref.WeakMethod(self.arrive), tape)  # no tensor, which would be a cycle
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
         losses = tape.losses
         tape.losses = []
         for call in losses:
@@ -162,8 +160,8 @@ class Recorder:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, tape: Tape, part: int, gradient: Tensor | None) -> None:
-        """When the user's backward pass arrives at a part of the output of a call.
+    def arrive(self, tape: Tape, gradient: Tensor | None) -> None:
+        """When the user's backward pass arrives at the output of a call.
 
         If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
         `.grad`.
@@ -181,13 +179,13 @@ class Recorder:
         self._sort_reached(task, is_first)
         if tape not in self.reached:
             self.reached.append(tape)
-            tape.gradients = {}
+            tape.gradient = 0
             tape.tasks = []
         if task not in tape.tasks:
             tape.tasks.append(task)
             if accumulates and self.reads:
                 self.scale.expect(self.model.parameters())
-        tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
+        tape.gradient = tape.gradient + gradient.detach()
         if is_first and self.meter is not None and tape.calls is not None:
             tape.measure(self.meter, len(self.reached) - 1, self.loss)
             measured = (tape.measured or {}).values()
@@ -267,7 +265,7 @@ def _attach(call: LossCall, key: int) -> None:
     for node in nodes_behind(call.input, lambda node: key in node.metadata):
         tape = node.metadata[key]()
         if tape is not None:
-            call.is_whole = bool(tape.place) and tape.place == place_of(call.input)
+            call.is_whole = tape.place == place_of(call.input)
             tape.losses.append(call)
     call.input = call.input.detach()
 
