@@ -38,8 +38,7 @@ def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: F
         )
     else:
         likelihood.check_targets(output, y)
-    leaf = output.detach().requires_grad_()
-    return torch.autograd.grad(likelihood.total_nll(leaf, y), leaf)
+    return likelihood.gradients(output, y)
 
 
 def _signs(root: Tensor) -> Tensor:
