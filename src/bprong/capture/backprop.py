@@ -57,9 +57,9 @@ def normal(like: Tensor) -> Tensor:
     return torch.empty_like(like).normal_(generator=generator())
 
 
-def of_targets(root: Tensor, counted: Tensor) -> Tensor:
-    """Return a gradient at the output, set to zero at the targets that do not count."""
-    return (root.reshape(counted.numel(), -1) * counted.view(-1, 1)).view_as(root)
+def of_targets(root: Tensor, counted: Tensor | None) -> Tensor:
+    """Return a gradient at the output, set to zero at the targets that do not count; None: all count."""
+    return root if counted is None else (root.reshape(counted.numel(), -1) * counted.view(-1, 1)).view_as(root)
 
 
 class Graph:

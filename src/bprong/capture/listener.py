@@ -183,10 +183,10 @@ GLOBAL_HOOKS = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any, str]]:
-    """Yield the hooks of a model: where they are, under which key, they themselves, and where they were defined."""
+    """Yield the forward hooks of a model: where they are, their key, they themselves, and where they were defined."""
     everywhere = [*GLOBAL_HOOKS]
     for m in model.modules():
-        everywhere += [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
+        everywhere += [m._forward_pre_hooks, m._forward_hooks]
     for hooks in everywhere:
         for key, hook in list(hooks.items()):
             yield hooks, key, hook, getattr(getattr(hook, "func", hook), "__module__", "")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from bprong.capture.backprop import Graph, normal, of_targets, roots_of
 from bprong.capture.calls import Call, Calls, recorded_calls
 from bprong.capture.listener import own_pass, without_autocast
-from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, run_alone
+from bprong.capture.own_pass import in_precision, random_numbers, run_alone
 from bprong.capture.padding import counted_rows, nonzero_rows
 from bprong.capture.request import LayerMoments, Request
 from bprong.capture.tape import Batch, Head, Output
@@ -92,9 +91,12 @@ def measure(
         if call.weight.name in request.errors:
             call.add_errors(to_float64(delta) if request.precise else delta, errors[call.weight.name])
 
+    roots: Iterable[Tensor] = () if counted is None else [normal(output.values)]
+    if request.errors and request.likelihood is not None:
+        roots = roots_of(output.values, y, request.likelihood, request.fisher)
     with recorded.quiet():
-        for root in _roots(request, output.values, y, counted):
-            graph.send_back(root, take)
+        for root in roots:
+            graph.send_back(of_targets(root, counted), take)
     rows: Mapping[Call, Tensor] = {}
     if counted is not None or reached:
         rows = counted_rows(graph.calls, reached, counted, output.values.shape[:-1], recorded.masks)
@@ -108,14 +110,6 @@ def measure(
         targets_measured = targets if name in request.errors else 0
         measured[name] = LayerMoments(z, delta, name in recorded.called, name in graph.unexplained, targets_measured)
     return measured
-
-
-def _roots(request: Request, output: Tensor, y: Tensor | None, counted: Tensor | None) -> Iterable[Tensor]:
-    """Return the gradients at the output to send back, zero at the targets that do not count."""
-    roots: Iterable[Tensor] = () if counted is None else [normal(output)]
-    if request.errors and request.likelihood is not None:
-        roots = roots_of(output, y, request.likelihood, request.fisher)
-    return roots if counted is None else map(partial(of_targets, counted=counted), roots)
 
 
 class Meter:
@@ -177,8 +171,7 @@ class Meter:
                     weights[weight.of(parameters)] = centre
             again: Mapping[str, LayerMoments] = {}
             if batch.x is not None and weights:
-                count = examples(batch.x)
-                x = rows_of(batch.x, Subset(count, count), next(iter(weights)).weight.dtype)
+                x = in_precision(batch.x, next(iter(weights)).weight.dtype)
                 request_again = replace(request, weights=weights, seed=self._seed(request, i))
                 with torch.enable_grad():
                     again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)

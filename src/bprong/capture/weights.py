@@ -298,13 +298,16 @@ def register(
         raise TypeError(f"register takes a type of module, not {kind!r}")
     if like not in LIKE:
         raise ValueError(f"like must be one of {', '.join(k.__name__ for k in LIKE)}, not {like!r}")
-    options = {name: True for name, is_set in (("transposed", transposed), ("stacked", stacked)) if is_set}
-    if options and like is not nn.Linear:
-        adjectives = " and ".join(options)
-        raise ValueError(f"only the weight of an nn.Linear can be {adjectives}, not that of a {like.__name__}")
+    make = LIKE[like].make
+    if transposed or stacked:
+        if like is not nn.Linear:
+            raise ValueError(
+                f"only the weight of an nn.Linear can be transposed or stacked, not that of a {like.__name__}"
+            )
+        make = partial(make, transposed=transposed, stacked=stacked)
     weights = (weight,) if isinstance(weight, str) else weight
     biases = (bias,) if isinstance(bias, str) else bias
     handle = RemovableHandle(REGISTERED)
     parameters = dict(zip_longest(weights, biases[: len(weights)], fillvalue=""))
-    REGISTERED[handle.id] = kind, Kind(partial(LIKE[like].make, **options), parameters)
+    REGISTERED[handle.id] = kind, Kind(make, parameters)
     return handle
