@@ -30,11 +30,10 @@ def with_observed(call: Batch, x: Any, y: Tensor | None, loss: Loss) -> Batch:
     if y is None or batch.targets is not None:
         return batch
     if batch.output is not None:
-        likelihood = loss.likelihood
-        is_laid_out = y.shape == batch.output.shape or not y.is_floating_point()
-        laid_out_y = likelihood.laid_out(y if is_laid_out else classes_last(likelihood, y), batch.output)
+        rows = y if y.shape == batch.output.shape else classes_last(loss.likelihood, y)
+        laid_out_y = loss.likelihood.laid_out(rows, batch.output)
         if laid_out_y is None:
-            likelihood.check_targets(batch.output, y)
+            loss.likelihood.check_targets(batch.output, y)
             return batch
         y = laid_out_y
     return replace(batch, targets=Targets.observed(loss, y))
