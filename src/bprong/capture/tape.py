@@ -64,7 +64,7 @@ class Head:
         inputs = [] if self.key is not None else self._inputs(losses)
         if inputs and self.inside is None and torch.is_grad_enabled():
             node = getattr(output, "grad_fn", None)
-            self.inside = node is None or not any(nodes_behind(given, lambda one: one is node) for given in inputs)
+            self.inside = node is None or not any(nodes_behind(tensor, lambda one: one is node) for tensor in inputs)
         if inputs and self.inside is not False:
             if len(inputs) > 1:
                 raise TypeError(
@@ -87,7 +87,7 @@ class Head:
             if call.function in self.functions and call.input.ndim > 0 and is_computed:
                 inputs[place_of(call.input)] = call.input
         largest = max(map(Tensor.numel, inputs.values()), default=0)
-        return [given for given in inputs.values() if given.numel() == largest]
+        return [tensor for tensor in inputs.values() if tensor.numel() == largest]
 
 
 def _chosen(returned: Any, key: Key | None) -> Any:
