@@ -10,32 +10,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bprong
 from bprong.parallel.slices import unwrapped
-from helpers import assert_close, classification, mlp
-from training import train
+from helpers import classification, mlp
 
 X, Y = classification(20, 5, 3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_model_can_be_scripted_once_its_optimizer_is_deleted():
-    model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy")
-    train(model, optimizer, [(X, Y)])
-    del optimizer
-    assert_close(torch.jit.script(model)(X), model(X), 1e-12)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_model_compiled_before_the_optimizer_must_be_given_compiled():
-    """Hooks that are added after the first compiled call never run."""
+def test_the_optimizer_of_a_compiled_model_must_be_given_it_compiled():
+    """A call in compiled code is not seen; `observe` gives its batch."""
     torch._dynamo.reset()
     model = mlp(5, 4, 3)
     compiled = torch.compile(model, backend="eager")
-    compiled(X)
     late = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     F.cross_entropy(compiled(X), Y).backward()
     with pytest.raises(RuntimeError, match=r"(?s)no batch to measure.*you call \(the compiled one"):
         late.step()
+    late.observe(X, Y)
+    late.step()
     optimizer = bprong.BPRONG(compiled, "cross_entropy", lr=0.01)
     F.cross_entropy(compiled(X), Y).backward()
     optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -138,3 +139,36 @@ def test_rewhitening_calls_no_hooks_of_other_layers() -> None:
     rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", backward_offset=0)
     assert len(rewhitening.step(X)) == 4
     assert not model.calls
+
+
+class Retaining(nn.Module):
+    """Asks for the gradient of a tensor inside of it to be retained, and returns another that its user may ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.hidden = self.first(x)
+        self.hidden.retain_grad()
+        activity = self.hidden.tanh()
+        return self.last(activity), activity
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_are_retained_are_those_of_the_users_own_passes(passes: int) -> None:
+    model = Retaining().double()
+    plain = copy.deepcopy(model)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.1, every=1)
+    gradients = []
+    for one in (model, plain):
+        output, activity = one(X)
+        activity.retain_grad()
+        loss = F.cross_entropy(output, Y)
+        for _ in range(passes):
+            loss.backward(retain_graph=True)
+        gradients.append((one.hidden.grad, activity.grad))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    optimizer.step()

@@ -299,13 +299,13 @@ def test_no_hooks_gather_on_a_parameter_that_the_model_returns() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.body = mlp(5, 3)
-            self.scale = nn.Parameter(torch.ones((), dtype=f64))
+            self.scale = nn.Parameter(torch.ones(1, 1, dtype=f64))
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.body(x) * self.scale, self.scale
+            return self.scale, self.body(x) * self.scale[0, 0]
 
     model = Returning()
-    options = EXACT | {"output": lambda returned: returned[0] * 1.0}
-    optimizer = bprong.BPRONG(model, "cross_entropy", **EVERY | {"options": options})
-    train(model, optimizer, [(X, Y)] * 4, loss=lambda found, y: F.cross_entropy(found[0], y))
+    optimizer = bprong.PRONG(model)  # without a loss it takes the first tensor
+    with pytest.raises(RuntimeError, match="there is no batch to measure"):
+        train(model, optimizer, [(X, Y)], loss=lambda found, y: F.cross_entropy(found[1], y))
     assert not model.scale._backward_hooks

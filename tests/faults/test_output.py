@@ -265,9 +265,6 @@ PACKED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any, Callable[[Any], Te
     "index of a named tuple": (Pair, 1, lambda out: out.prediction),
     "name in a named tuple": (Pair, "prediction", lambda out: out.prediction),
     "name in a dataclass": (Fields, "prediction", lambda out: out.prediction),
-    "callable": (
-        lambda z, a: {"outputs": [z, (a, None)]}, lambda out: out["outputs"][1][0], lambda out: out["outputs"][1][0]
-    ),
     "not called logits": (
         lambda z, a: {"logits": z, "prediction": a}, "prediction", lambda out: out["prediction"]
     ),
@@ -301,69 +298,55 @@ def test_prong_takes_an_output_too() -> None:
 
 
 class Answers(nn.Module):
-    """Question answering: where in a sequence an answer starts and where it ends."""
+    """Question answering: where in a sequence an answer starts and where it ends, and the loss of both."""
 
-    def __init__(self, stacked: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(5, 6)
         self.head = nn.Linear(6, 2)
-        self.stacked = stacked
 
-    def forward(self, x: Tensor) -> Any:
-        scores = self.head(self.body(x).tanh())  # (batch, time, 2)
-        start, end = scores.unbind(-1)
-        return torch.stack([start, end], dim=1) if self.stacked else {"start_logits": start, "end_logits": end}
+    def forward(self, x: Tensor, y: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        start, end = self.head(self.body(x).tanh()).unbind(-1)
+        returned = {"start_logits": start, "end_logits": end}
+        if y is not None:
+            returned["loss"] = (F.cross_entropy(start, y[0]) + F.cross_entropy(end, y[1])) / 2
+        return returned
+
+
+class Stacked(nn.Module):
+    """A wrapper that returns both outputs as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Answers()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        returned = self.model(x)
+        return {"logits": torch.stack((returned["start_logits"], returned["end_logits"]), 1)}
 
 
 SEQUENCES = torch.stack([X, X.flip(0), -X], dim=1)  # (batch, time, features)
-STARTS, ENDS = Y, Y.flip(0)
 
 
-def two_losses(model: nn.Module) -> Tensor:
-    out = model(SEQUENCES)
-    return (F.cross_entropy(out["start_logits"], STARTS) + F.cross_entropy(out["end_logits"], ENDS)) / 2
-
-
-def stacked(out: dict[str, Tensor]) -> Tensor:
-    return torch.stack([out["start_logits"], out["end_logits"]], dim=1)
+def test_two_outputs_of_losses_inside_the_model_are_refused() -> None:
+    """One of them would be a part of the loss only."""
+    with pytest.raises(TypeError, match=r"losses of 2 tensors of one size.*torch\.stack"):
+        path(seeded(Answers), "cross_entropy", 0.1, lambda model: model(SEQUENCES, (Y, Y.flip(0)))["loss"].backward())
 
 
 @RATES
-def test_two_outputs_of_one_loss_may_be_stacked_by_a_function(lr: Rate) -> None:
-    """The mean of two cross-entropies is the cross-entropy of both outputs stacked."""
-
-    def both(model: nn.Module) -> None:
-        F.cross_entropy(model(SEQUENCES).flatten(0, 1), torch.stack([STARTS, ENDS], dim=1).flatten()).backward()
-
-    expected = path(seeded(lambda: Answers(stacked=True)), "cross_entropy", lr, both)
-    ours = path(
-        seeded(lambda: Answers(stacked=False)), "cross_entropy", lr,
-        lambda model: two_losses(model).backward(), options=EXACT | {"output": stacked},
-    )  # fmt: skip
-    for name, value in expected.items():
-        assert_close(ours[name], value, 1e-9, name)
-
-
-def test_two_outputs_of_one_loss_are_named_together() -> None:
-    """The targets of both calls are known, and training lowers their mean."""
-    model = seeded(lambda: Answers(stacked=False))
-    optimizer = bprong.BPRONG(
-        model, "cross_entropy", options={"output": lambda out: (out["start_logits"], out["end_logits"])}
-    )
+def test_a_wrapper_returns_two_outputs_as_one(lr: Rate) -> None:
+    criterion = nn.CrossEntropyLoss()
+    model = seeded(Stacked)
+    optimizer = bprong.BPRONG(model, criterion, lr=lr)
+    y = torch.stack([Y, Y.flip(0)], dim=1)
     losses = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WhiteningWarning)  # that examples have rows in both halves of the output
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss = two_losses(model)
-            loss.backward()
-            (batch,) = optimizer._recorder.seen()
-            assert torch.equal(batch.targets.y, torch.cat([STARTS, ENDS]))
-            assert batch.targets.total == pytest.approx(loss.item())
-            assert batch.targets.multiple == pytest.approx(1)
-            assert batch.targets.mean(batch.output) == pytest.approx(loss.item())
-            optimizer.step()
-            losses.append(loss.item())
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = criterion(model(SEQUENCES)["logits"].flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -376,18 +359,19 @@ def test_a_mapping_without_logits_asks_for_the_name_of_the_output(lr: Rate) -> N
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("output", ["absent", 5, lambda out: out["absent"], lambda out: "no tensor"])
+@pytest.mark.parametrize("output", ["absent", 5, "no tensor"])
 def test_an_output_that_is_not_there_is_an_error_that_names_the_argument(output: Any) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match="'output'"):
         path(
-            seeded(lambda: Several(lambda z, a: {"hidden": z, "other": a})), "cross_entropy", 0.1,
+            seeded(lambda: Several(lambda z, a: {"hidden": z, "other": a, "no tensor": "a"})), "cross_entropy", 0.1,
             lambda model: F.cross_entropy(model(X)["other"], Y).backward(), options=EXACT | {"output": output},
         )  # fmt: skip
 
 
-def test_an_output_of_another_kind_is_refused_when_the_optimizer_is_made() -> None:
-    with pytest.raises(TypeError, match=r"output.*1\.5"):
-        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.1, options={"output": 1.5})
+@pytest.mark.parametrize("output", [1.5, lambda returned: returned])
+def test_an_output_of_another_kind_is_refused_when_the_optimizer_is_made(output: Any) -> None:
+    with pytest.raises(TypeError, match=r"output must be a key.*(1\.5|lambda)"):
+        bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.1, options={"output": output})
 
 
 @RATES

@@ -84,7 +84,7 @@ class Row:
 
     def laid_out(self, f: Tensor) -> Tensor:
         """An output with the classes in the last dimension."""
-        return laid_out([f], self.class_dim)
+        return laid_out(f, self.class_dim)
 
     def by_hand(self, f: Tensor) -> Tensor:
         """Σ κ (−log p)"""
@@ -156,7 +156,7 @@ def soft(shape=(B, C), q=None, loss=plain, **options):
     f = numbers(*shape)
     second = loss is not flattened and len(shape) > 2
     q = numbers(*shape, seed=1).softmax(dim=1 if second else -1) if q is None else q
-    rows = laid_out([q], 1).reshape(-1, C) if second else q.reshape(-1, C)
+    rows = laid_out(q, 1).reshape(-1, C) if second else q.reshape(-1, C)
     total = 1 if options.get("reduction") == "sum" else len(rows)
     weighted = rows * options.get("weight", 1.0)
     kappa = weighted.sum(dim=-1, keepdim=True) / total

@@ -268,22 +268,25 @@ def test_copies_between_forward_and_step_contain_no_batches():
     assert not copied._recorder.seen()
 
 
-def test_repeated_copies_do_not_accumulate_hooks():
+def test_repeated_copies_do_not_accumulate_listeners():
     model = mlp(5, 3)
     pair = (model, bprong.BPRONG(model, "cross_entropy", lr=0.01))
     for _ in range(3):
         pair = copy.deepcopy(pair)
-    assert len(pair[0]._forward_pre_hooks) == 1
+    listener = pair[0]._compiled_call_impl.__self__
+    assert listener is pair[1]._recorder.listener
+    assert listener._compiled_call_impl is None
 
 
-def test_the_hooks_are_removed_with_the_optimizer():
+def test_what_listens_to_a_model_goes_with_the_optimizer():
     model = mlp(5, 3)
+    before = vars(model).copy()
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
-    assert len(model._forward_pre_hooks) == 1
+    assert vars(model) != before
     del optimizer
     gc.collect()
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
+    assert {name: value for name, value in vars(model).items() if name != "_compiled_call_impl"} == before
+    assert model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("fisher", ["sampled", "exact"])

@@ -38,8 +38,7 @@ def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: F
         )
     else:
         likelihood.check_targets(output, y)
-    leaf = output.detach().requires_grad_()
-    return torch.autograd.grad(likelihood.total_nll(leaf, y), leaf)
+    return likelihood.gradients(output, y)
 
 
 def _signs(root: Tensor) -> Tensor:
@@ -58,9 +57,9 @@ def normal(like: Tensor) -> Tensor:
     return torch.empty_like(like).normal_(generator=generator())
 
 
-def of_targets(root: Tensor, counted: Tensor) -> Tensor:
-    """Return a gradient at the output, set to zero at the targets that do not count."""
-    return (root.reshape(counted.numel(), -1) * counted.view(-1, 1)).view_as(root)
+def of_targets(root: Tensor, counted: Tensor | None) -> Tensor:
+    """Return a gradient at the output, set to zero at the targets that do not count; None: all count."""
+    return root if counted is None else (root.reshape(counted.numel(), -1) * counted.view(-1, 1)).view_as(root)
 
 
 class Graph:
@@ -83,7 +82,7 @@ class Graph:
                 by_node.setdefault(call.edge.node, []).append(call)
         visited: set[Any] = set()
         leads: set[Any] = set()  # nodes that lead to a call
-        stack = [(edge.node, False) for edge in output.edges]
+        stack = [] if output.edge is None else [(output.edge.node, False)]
         while stack:
             node, is_finished = stack.pop()
             if node in recorded.behind:  # from a call to its input, and not to its weight
@@ -100,7 +99,7 @@ class Graph:
         names = {call.weight.name for call in leading}
         self.calls = []
         for call in recorded:
-            is_detached = bool(output.edges) and call.edge is None and call.weight.is_trained
+            is_detached = output.edge is not None and call.edge is None and call.weight.is_trained
             if call in leading or not (is_detached or call.weight.name in names):
                 self.calls.append(call)
         self._between = {node: calls for node, calls in by_node.items() if node in leads}
@@ -117,7 +116,7 @@ class Graph:
         """
         if not self._last:
             return
-        if not self.output.edges:
+        if self.output.edge is None:
             raise ValueError("the model's output is detached from its layers: no error can be propagated back to them")
         with ExitStack() as hooks:
             for node, calls in self._between.items():

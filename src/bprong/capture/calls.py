@@ -27,10 +27,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bprong.capture.cells import CELLS
 from bprong.capture.convolution import Geometry, patch_rows
 from bprong.capture.listener import Replacements
 from bprong.capture.tape import as_plain
-from bprong.capture.weights import FORMULAS, FUNCTIONS, WeightMatrix
+from bprong.capture.weights import FUNCTIONS, WeightMatrix
 from bprong.linalg.moments import Sums, block_rows
 
 CHUNK = 2**16  # numbers of the inputs that are copied at once: 256 kB in float32
@@ -286,10 +287,13 @@ def _by_hand(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _recorded(lambda *_: function(*args), None, "", args[-2], W.T)
 
 
-def _by_formula(fused: Any, formula: Any, *args: Any) -> Any:
-    """Call a fused function; its formula if one of its weights is recorded, so that its products can be seen."""
-    recorded = (id(x) in calls.weights for calls in _active() if calls.formulas for x in tree_leaves(args))
-    return (formula if any(recorded) else fused)(*args)
+def _by_formula(fused: Any, formula: Any, input: Tensor, state: Any, *parameters: Any) -> Any:
+    """Return the new state of a cell: by its formula if one of its weights is recorded, to show its products."""
+    if not any(id(p) in calls.weights for calls in _active() if calls.formulas for p in parameters):
+        return fused(input, state, *parameters)
+    h = state if isinstance(state, Tensor) else state[0]
+    w_ih, w_hh, b_ih, b_hh = (*parameters, None, None)[:4]
+    return formula(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
 
 
 def _noted(function: Any, note: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +336,7 @@ def _record_module(calls: Calls, weight: WeightMatrix, module: Any, args: Any, k
 
 STAND_INS: list[tuple[Any, ...]] = [  # place, name, stand-in, and what that takes besides the function
     *((place, name, _recorded, details, name) for place, name, details in FUNCTIONS),
-    *((place, name, _by_formula, formula) for place, name, formula in FORMULAS),
+    *((torch._VF, name, _by_formula, formula) for name, formula in CELLS.items()),
     (torch, "addmm", _by_hand),
     (torch, "matmul", _by_hand),
     (Tensor, "matmul", _by_hand),

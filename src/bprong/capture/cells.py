@@ -1,8 +1,7 @@
 """The formulas of torch's recurrent cells (LSTMCell, GRUCell, RNNCell), by the names of their fused functions.
 
-The fused functions do not show their pre-activations, so they are replaced by these formulas (`weights.FORMULAS`). a
-and r are the products of a cell's two weights with its input and with its state. nn.LSTM and nn.GRU, which are fused
-over time too, have none.
+The fused functions do not show their pre-activations, so they are replaced by these formulas. a and r are the products
+of a cell's two weights with its input and with its state. nn.LSTM and nn.GRU, which are fused over time too, have none.
 """
 
 from __future__ import annotations
@@ -10,22 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
-
-
-def cell(
-    formula: Callable[..., Any],
-    input: Tensor,
-    state: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    """Return the new state by a formula of the two products."""
-    h = state if isinstance(state, Tensor) else state[0]
-    return formula(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), state)
 
 
 def _lstm(a: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

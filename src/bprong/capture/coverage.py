@@ -63,18 +63,16 @@ class Coverage:
     def __str__(self) -> str:
         header = ["parameter", "shape", "treatment", "inputs", "outputs", "memory", "refresh", "per row", "step", ""]
         lines = []
-        refresh = 0
-        step = 0
         for row in self.rows:
-            refresh += row.refresh
-            step += row.step
             shape = " × ".join(map(str, row.shape))
             operations = [_amount(count, "flop") for count in (row.refresh, row.per_row, row.step)]
             amounts = [_amount(row.memory, "B"), *operations]
             lines.append([row.parameter, shape, row.treatment, row.inputs, row.outputs, *amounts, row.reason])
+        refresh = _amount(sum(row.refresh for row in self.rows), "flop")
+        step = _amount(sum(row.step for row in self.rows), "flop")
         total = (
-            f"in all {_amount(self.memory, 'B') or 'nothing'}; {_amount(refresh, 'flop') or 'nothing'} to factor all "
-            f"sides at a refresh, {_amount(step, 'flop') or 'nothing'} more than SGD at a step"
+            f"in all {_amount(self.memory, 'B') or 'nothing'}; {refresh or 'nothing'} to factor all sides at a "
+            f"refresh, {step or 'nothing'} more than SGD at a step"
         )
         return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), total])
 
@@ -166,9 +164,11 @@ def table(header: list[str], rows: list[list[str]], left_aligned: Collection[int
     a     size
     long     1
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    columns = [f"{{:{'<' if i in left_aligned else '>'}{width}}}" for i, width in enumerate(widths)]
-    return "\n".join("  ".join(columns).format(*row).rstrip() for row in [header, *rows])
+    columns = []
+    for i, column in enumerate(zip(header, *rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if i in left_aligned else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def _amount(value: int, unit: str) -> str:

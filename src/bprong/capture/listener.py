@@ -96,47 +96,22 @@ class Listener:
     """Reports the training calls of a model to a recorder, as long as that lives.
 
     It stands where torch keeps the call of a module that is compiled in place: hooks are not told of interrupts, and
-    copies and pickles leave it out. Calls in compiled code, which show their arguments only, are seen by a hook.
+    copies and pickles leave it out. Calls in compiled code are not seen.
 
-    compiled:  these arguments, as a linked list, since torch.compile would compile again for each length of a list
-    wanted:    whether calls are reported
+    wanted:  whether calls are reported
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.compiled: Any = None
         self.wanted = False
         self._thread = threading.local()  # `tape`: what is recorded of the call that is running in this thread
         self._compiled_call_impl: Any = None  # what was there before
         self._recorder = weakref.ref(recorder)
         self._model = weakref.ref(recorder.model)
-        hooks = recorder.model._forward_pre_hooks
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), nullcontext):  # it is the copy of a listener
-                del hooks[key], recorder.model._forward_pre_hooks_with_kwargs[key]
-        handle = recorder.model.register_forward_pre_hook(self, with_kwargs=True)
-        weakref.finalize(recorder, handle.remove)
         weakref.finalize(recorder, self.listen, False)
         self.listen(True)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make the hook of a copied or pickled model one that does nothing: whoever loads it needs no bprong."""
-        return getattr, (nullcontext(), "__exit__")
-
-    @property
-    def __name__(self) -> str:
-        """What torch.jit.script, and nobody else, needs of a hook."""
-        raise AttributeError(
-            "torch.jit.script cannot compile the hooks of an optimizer. Use torch.export.export or torch.jit.trace "
-            '(Lightning: to_torchscript(method="trace")), or delete the optimizer before scripting'
-        )
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_seen = torch.compiler.is_compiling() and self.wanted and module.training and torch.is_grad_enabled()
-        if is_seen and not getattr(torch.compiler, "_is_exporting_flag", False):  # then tensors have no values
-            self.compiled = ((args, kwargs), self.compiled)
-
     def listen(self, wanted: bool) -> None:
-        """Say whether the calls from now on are reported. If not, the hook costs no more than the test of a flag."""
+        """Say whether the calls from now on are reported."""
         model = self._model()
         if wanted == self.wanted or model is None:
             return
@@ -158,7 +133,6 @@ class Listener:
         proceed = self._compiled_call_impl or model._call_impl
         if torch.compiler.is_compiling() or self.innermost is not None:  # a model that calls itself is called once
             return proceed(*args, **kwargs)
-        compiled = self.compiled
         tape = None
         try:
             with uninterrupted():
@@ -166,7 +140,6 @@ class Listener:
             returned = proceed(*args, **kwargs)
             with uninterrupted():
                 self._finish(tape, returned)
-            self.compiled = self.compiled if tape is None else compiled  # the hook has seen the same call
             return returned
         except BaseException:
             self._finish(tape, None)
@@ -181,13 +154,6 @@ class Listener:
         if recorder is not None and is_training and not is_traced and not is_transformed:
             self._thread.tape = recorder.begin(args, kwargs)
         return self.innermost
-
-    def compiled_calls(self) -> Iterator[Any]:
-        """Yield the arguments of calls in compiled code, the last ones first."""
-        link = self.compiled
-        while link is not None:
-            arguments, link = link
-            yield arguments
 
     @property
     def innermost(self) -> Tape | None:
@@ -217,10 +183,10 @@ GLOBAL_HOOKS = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any, str]]:
-    """Yield the hooks of a model: where they are, under which key, they themselves, and where they were defined."""
+    """Yield the forward hooks of a model: where they are, their key, they themselves, and where they were defined."""
     everywhere = [*GLOBAL_HOOKS]
     for m in model.modules():
-        everywhere += [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
+        everywhere += [m._forward_pre_hooks, m._forward_hooks]
     for hooks in everywhere:
         for key, hook in list(hooks.items()):
             yield hooks, key, hook, getattr(getattr(hook, "func", hook), "__module__", "")

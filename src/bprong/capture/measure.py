@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from bprong.capture.backprop import Graph, normal, of_targets, roots_of
 from bprong.capture.calls import Call, Calls, recorded_calls
 from bprong.capture.listener import own_pass, without_autocast
-from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, run_alone
+from bprong.capture.own_pass import in_precision, random_numbers, run_alone
 from bprong.capture.padding import counted_rows, nonzero_rows
 from bprong.capture.request import LayerMoments, Request
 from bprong.capture.tape import Batch, Head, Output
@@ -60,10 +59,9 @@ def record(
 ) -> dict[str, LayerMoments]:
     """Run `model` on x and measure its layers; head: finds the output; for class_dim see `tape.laid_out`."""
     needs_graph = bool(request.errors) or counted is not None or request.verify
-    with run_alone(model, x, request.seed, needs_graph, head, recorded_calls(request.weights)) as run:
-        calls: Calls = run.recorded
+    with run_alone(model, x, request.seed, needs_graph, head, recorded_calls(request.weights)) as (output, calls):
         calls.note_masks(x)
-        measured = measure(request, Output.of(run.parts, class_dim), calls, y, counted)
+        measured = measure(request, Output.of(output, class_dim), calls, y, counted)
         for call in calls:
             measured[call.weight.name].probe = call.z
         return measured
@@ -93,9 +91,12 @@ def measure(
         if call.weight.name in request.errors:
             call.add_errors(to_float64(delta) if request.precise else delta, errors[call.weight.name])
 
+    roots: Iterable[Tensor] = () if counted is None else [normal(output.values)]
+    if request.errors and request.likelihood is not None:
+        roots = roots_of(output.values, y, request.likelihood, request.fisher)
     with recorded.quiet():
-        for root in _roots(request, output.values, y, counted):
-            graph.send_back(root, take)
+        for root in roots:
+            graph.send_back(of_targets(root, counted), take)
     rows: Mapping[Call, Tensor] = {}
     if counted is not None or reached:
         rows = counted_rows(graph.calls, reached, counted, output.values.shape[:-1], recorded.masks)
@@ -109,14 +110,6 @@ def measure(
         targets_measured = targets if name in request.errors else 0
         measured[name] = LayerMoments(z, delta, name in recorded.called, name in graph.unexplained, targets_measured)
     return measured
-
-
-def _roots(request: Request, output: Tensor, y: Tensor | None, counted: Tensor | None) -> Iterable[Tensor]:
-    """Return the gradients at the output to send back, zero at the targets that do not count."""
-    roots: Iterable[Tensor] = () if counted is None else [normal(output)]
-    if request.errors and request.likelihood is not None:
-        roots = roots_of(output, y, request.likelihood, request.fisher)
-    return roots if counted is None else map(partial(of_targets, counted=counted), roots)
 
 
 class Meter:
@@ -151,7 +144,6 @@ class Meter:
     def measure(self, index: int, output: Output, calls: Calls, batch: Batch) -> dict[str, LayerMoments]:
         """Measure calls recorded in the user's own pass; index: of the batch, since the last step."""
         request = self.request()
-        output = replace(output, class_dim=batch.class_dim)
         device = output.values.device
         seed = self._seed(request, index)
         is_ours = type(self._loss.likelihood).__module__.startswith("bprong.")
@@ -179,8 +171,7 @@ class Meter:
                     weights[weight.of(parameters)] = centre
             again: Mapping[str, LayerMoments] = {}
             if batch.x is not None and weights:
-                count = examples(batch.x)
-                x = rows_of(batch.x, Subset(count, count), next(iter(weights)).weight.dtype)
+                x = in_precision(batch.x, next(iter(weights)).weight.dtype)
                 request_again = replace(request, weights=weights, seed=self._seed(request, i))
                 with torch.enable_grad():
                     again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)

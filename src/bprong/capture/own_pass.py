@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from bprong.capture.listener import CHANGING, GLOBAL_HOOKS, Replacements, hooks_of, own_pass, watched_losses
 from bprong.capture.tape import Arguments, Batch, Head, copy_of
-from bprong.likelihood.loss import LossCall
-
-
-class Run(NamedTuple):
-    """A pass of our own.
-
-    parts:     the tensors that the loss is computed from
-    returned:  what the model returned
-    losses:    the calls of loss functions
-    recorded:  what the context that it ran in has recorded
-    """
-
-    parts: list[Tensor]
-    returned: Any
-    losses: list[LossCall]
-    recorded: Any
 
 
 @contextmanager
@@ -51,8 +35,11 @@ def run_alone(
     errors: bool,
     head: Head | None = None,
     recording: AbstractContextManager[Any] | None = None,
-) -> Iterator[Run]:
-    """Run `model` on x; errors: with an autograd graph; recording: the context that it runs in."""
+) -> Iterator[tuple[Tensor, Any]]:
+    """Run `model` on x; yield its output, and what the context that it ran in has recorded.
+
+    errors: with an autograd graph; head: finds the output; recording: the context
+    """
     if errors and torch.is_inference_mode_enabled():
         raise RuntimeError("errors cannot be propagated back inside torch.inference_mode(); leave it for this call")
     with own_pass(), _without_trace(model, seed), torch.set_grad_enabled(errors):
@@ -61,7 +48,7 @@ def run_alone(
             eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
             with eager:
                 returned = _call(model, x)
-        yield Run((head or Head()).find(returned, losses), returned, losses, recorded)
+        yield (head or Head()).find(returned, losses), recorded
 
 
 # Checkpoints, reentrant or not: the function is called once, with nothing around it. In eval mode without gradients
@@ -76,7 +63,7 @@ _AS_WRITTEN = Replacements(
         ),
         # A generator, which newer versions of torch have under a second name.
         *(
-            (checkpoint, name, lambda *args, **kwargs: (None for _ in range(1)))
+            (checkpoint, name, lambda *args, **kwargs: iter([None]))
             for name in vars(checkpoint)
             if name.startswith("_checkpoint_without_reentrant_generator")
         ),
@@ -91,8 +78,8 @@ def _call(model: nn.Module, x: Any) -> Any:
     x = tree_map(copy_of, x)  # a model may change what it is given
     if isinstance(x, Arguments):
         # Parameters of several precisions need autocast; otherwise we compute in theirs.
-        precisions = {(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()}
-        device, _ = next(iter(precisions))
+        precisions = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        device = next(model.parameters()).device.type
         with torch.autocast(device, x.autocast, enabled=x.autocast is not None and len(precisions) > 1):
             return model(*x.args, **x.kwargs)
     if isinstance(x, tuple):
@@ -230,18 +217,25 @@ def examples(x: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)
 
 
-def rows_of(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
-    """Return a subset of the examples of a batch, in which low precision is converted to `dtype`.
+def in_precision(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a batch in which low precision is converted to `dtype`.
 
-    Tensors of another length than the batch are not examples and stay whole. Inputs in half precision come from
-    autocast, which is off when a batch is measured. The graph of inputs that were computed from parameters, e.g. of the
-    state of a recurrent network, may be gone, and is left out.
+    Inputs in half precision come from autocast, which is off when a batch is measured. The graph of inputs that were
+    computed from parameters, e.g. of the state of a recurrent network, may be gone, and is left out.
     """
 
-    def select(leaf: Tensor) -> Tensor:
-        rows = leaf.detach()
-        rows = subset.rows(rows) if subset.divides(rows) and len(rows) == subset.whole else rows
-        rows = rows.to(dtype) if leaf.dtype in (torch.bfloat16, torch.float16) else rows
-        return rows.requires_grad_(leaf.requires_grad)
+    def convert(leaf: Tensor) -> Tensor:
+        values = leaf.detach()
+        values = values.to(dtype) if leaf.dtype in (torch.bfloat16, torch.float16) else values
+        return values.requires_grad_(leaf.requires_grad)
 
-    return tree_map_only(Tensor, select, batch)
+    return tree_map_only(Tensor, convert, batch)
+
+
+def rows_of(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
+    """Return a subset of the examples of a batch; tensors of another length are not examples and stay whole."""
+
+    def select(leaf: Tensor) -> Tensor:
+        return subset.rows(leaf) if subset.divides(leaf) and len(leaf) == subset.whole else leaf
+
+    return tree_map_only(Tensor, select, in_precision(batch, dtype))

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from bprong.capture.calls import Calls, recorded_calls
+from bprong.capture.calls import recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
-from bprong.capture.observed import check_loss, no_batch, with_loss_inside, with_observed
-from bprong.capture.tape import Arguments, Batch, Head, Tape, nodes_behind, place_of
+from bprong.capture.observed import NO_BATCH, unseen_loss, with_observed
+from bprong.capture.tape import Batch, Head, Tape, nodes_behind, place_of
+from bprong.errors import warn
 from bprong.likelihood.loss import Loss, LossCall
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
 from bprong.parallel.slices import leaves
@@ -38,7 +39,7 @@ ROUNDING = 1e-3  # the relative difference up to which two factors are one; a fe
 class Recorder:
     """The batches a model was trained on since the last optimizer step.
 
-    model:     the root module as the user calls it, compiled or not; it has a hook while this object lives
+    model:     the root module as the user calls it, compiled or not; its calls are listened to while this object lives
     loss:      the declared loss
     head:      finds the output that the loss is computed from
     meter:     measures the calls of the model's weights; measures: whether it does so at this step
@@ -70,13 +71,12 @@ class Recorder:
         self.trained: set[Tensor] | None = None
         self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Tape] = []
+        self._accumulates = False  # whether the passes that reached them added to `.grad`
         self.scale = GradientScale()
         self._waits = False  # whether a call since the last step waits for its loss and its backward pass
         self._leaves = leaves(model)
-        self._is_opaque = False  # whether calls of weights cannot be seen, as far as was looked
         self._no_output: str | None = None  # why no output was found in what the model returned
-        self._loss_is_inside = not self._leaves  # whether the model may compute its loss itself, as far as is known
-        self._loss_was_seen = False  # or what is to be said of it was said
+        self._loss_was_checked = False
         self.listener = Listener(self)
         weakref.finalize(self, unwatch, id(self))
 
@@ -100,7 +100,6 @@ class Recorder:
         for tape in self.reached:
             tape.release()
         self.reached.clear()
-        self.listener.compiled = None
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -111,16 +110,11 @@ class Recorder:
             return None
         watch(id(self), partial(_tell, weakref.WeakMethod(self.note_loss)))
         tape = Tape()
-        if weights:
-            self._is_opaque = bool(self._leaves) or any(map(is_compiled, self.model.modules()))
-        if weights or self.keeps or self._is_opaque:
+        if weights or self.keeps:
             tape.keep(self.model, args, kwargs)
-        if self._is_opaque:
-            # They cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
-            # gradients, and gather parameters as often as this rank's batch asks for.
-            tape.calls = Calls(weights, formulas=False)
-            tape.calls.opaque = True
-        elif weights:
+        # Calls cannot be seen in compiled modules. Errors sent back through a sharded model would make FSDP reduce
+        # gradients, and gather parameters as often as this rank's batch asks for.
+        if weights and not (self._leaves or any(map(is_compiled, self.model.modules()))):
             tape.calls = tape.recording.enter_context(recorded_calls(weights, formulas=False))
             tape.calls.note_masks((args, kwargs))
         return tape
@@ -133,37 +127,26 @@ class Recorder:
         if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
             self.head.inside = any(call.is_declared for call in tape.losses)
         try:
-            parts = [] if returned is None else self.head.find(returned, tape.losses)
+            output = None if returned is None else self.head.find(returned, tape.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self._no_output = str(reason)
             # Without a declared loss the output itself is not needed, but a place where a backward pass arrives.
             tensors = tree_leaves(returned) if self.loss.is_undeclared else []
-            parts = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad][:1]
-        if parts and all(part.requires_grad for part in parts):
-            self._wait(tape, parts, returned)
+            output = next((t for t in tensors if isinstance(t, Tensor) and t.requires_grad), None)
+        if output is not None and output.grad_fn is not None:  # hooks would gather on a parameter
+            self._wait(tape, output, returned)
 
-    def _wait(self, tape: Tape, parts: Sequence[Tensor], returned: Any) -> None:
-        """Wait for a backward pass at the parts of the output, or at the tensors that they are made of."""
+    def _wait(self, tape: Tape, output: Tensor, returned: Any) -> None:
+        """Wait for a backward pass at the output."""
         self._waits = True
-        tape.place = place_of(parts[0]) if len(parts) == 1 else ()
-        awaited: list[tuple[int | None, Any]] = list(enumerate(tape.expect(parts, returned, self.head)))
-        for _, part in awaited:  # for a loss to find the call
-            if isinstance(part, Tensor) and part.grad_fn is not None:
-                cast(Any, part.grad_fn).metadata[id(self)] = weakref.ref(tape)
+        tape.wait_at(output, returned)
+        cast(Any, output.grad_fn).metadata[id(self)] = weakref.ref(tape)  # for a loss to find the call
+        hook = partial(_tell, weakref.WeakMethod(self.arrive), tape)  # no tensor, which would be a cycle
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
         losses = tape.losses
         tape.losses = []
         for call in losses:
             _attach(call, id(self))
-        if tape.calls is not None:
-            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
-            tape.retained = [*tape.calls.retained, *map(weakref.ref, tensors)]
-            self._loss_is_inside = bool(tape.losses) or (tape.calls.opaque and self._loss_is_inside)
-            if tape.calls.opaque:  # the loss of a compiled model may be one of its tensors
-                awaited += [(None, tensor) for tensor in tensors]
-        for i, part in awaited:
-            if isinstance(part, Tensor) and part.grad_fn is not None:  # hooks would gather on a parameter
-                hook = partial(_tell, weakref.WeakMethod(self.arrive), tape, i)  # no tensor, which would be a cycle
-                part.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def note_loss(self, call: LossCall) -> None:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
@@ -177,8 +160,8 @@ class Recorder:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def arrive(self, tape: Tape, part: int | None, gradient: Tensor | None) -> None:
-        """When the user's backward pass arrives at a part of the output of a call.
+    def arrive(self, tape: Tape, gradient: Tensor | None) -> None:
+        """When the user's backward pass arrives at the output of a call.
 
         If it does not add to `.grad`, it returns gradients, which may be those of the step if no other pass adds to
         `.grad`.
@@ -186,45 +169,43 @@ class Recorder:
         accumulates = destination(self._leaves or self.model.parameters())
         if gradient is None or tape.output is None or accumulates is None:  # a step has used it, or it is no training
             return
-        if not accumulates and any(one.accumulated for one in self.reached):
-            return  # its gradients are for the user's own use
+        if accumulates != self._accumulates:
+            if self.reached and self._accumulates:
+                return  # its gradients are for the user's own use
+            self.reached = []
+            self._accumulates = accumulates
         task = torch._C._current_graph_task_id()
-        is_first = tape.task != task
-        if self.reached:
-            self._sort_reached(accumulates, task, is_first)
-        is_new = tape not in self.reached
-        if is_new:
+        is_first = task not in tape.tasks
+        self._sort_reached(task, is_first)
+        if tape not in self.reached:
             self.reached.append(tape)
-            tape.gradients = {}
-            tape.tasks = set()
-        tape.tasks.add(task)
-        if accumulates and self.reads and is_first:
-            self.scale.expect(self.model.parameters())
-        tape.task = task
-        tape.accumulated = accumulates
-        if part is not None:
-            tape.gradients[part] = tape.gradients.get(part, 0) + gradient.detach()
+            tape.gradient = 0
+            tape.tasks = []
+        if task not in tape.tasks:
+            tape.tasks.append(task)
+            if accumulates and self.reads:
+                self.scale.expect(self.model.parameters())
+        tape.gradient = tape.gradient + gradient.detach()
         if is_first and self.meter is not None and tape.calls is not None:
-            tape.measure(self.meter, len(self.reached) - 1, self.loss, self.head)
+            tape.measure(self.meter, len(self.reached) - 1, self.loss)
             measured = (tape.measured or {}).values()
             if measured and not self.keeps and all(layer.called for layer in measured):
                 tape.arguments = None
 
-    def _sort_reached(self, accumulates: bool, task: int, is_first: bool) -> None:
-        """Drop the calls whose gradients were thrown away or were not for `.grad`; add the moments of others up.
+    def _sort_reached(self, task: int, is_first: bool) -> None:
+        """Drop the calls whose gradients were thrown away; add the moments of others up.
 
         is_first: whether the backward pass arrives at a call for the first time
         """
-        self.reached = [tape for tape in self.reached if tape.accumulated == accumulates]
-        finished = [tape for tape in self.reached if tape.task != task]
+        finished = [tape for tape in self.reached if tape.tasks[-1] != task]
         # While gradients accumulate, those of a sharded model are kept at its whole parameters.
         trained = self.model.parameters() if self.trained is None or self._leaves else self.trained
         if finished and _all_zero(trained):
-            self.reached = [tape for tape in self.reached if tape.task == task]
+            self.reached = [tape for tape in self.reached if tape not in finished]
         elif is_first:
             # One set of moments is kept for any number of passes. If the gradients of one of them are thrown away, so
             # are those of all the others.
-            counting = [tape for tape in finished if tape.measured and tape.batch(self.loss, self.head).counts]
+            counting = [tape for tape in finished if tape.measured and tape.batch(self.loss).counts]
             for one, following in pairwise(counting):
                 following.measured = merged([one.measured or {}, following.measured or {}])
                 one.measured = {}
@@ -240,29 +221,31 @@ class Recorder:
         """
         batches = self.seen()
         if needed and not batches:
-            raise no_batch(self.model, self._no_output)
+            raise TypeError(self._no_output) if self._no_output else RuntimeError(NO_BATCH)
         batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
-        lacking = self.reads and None in [batch.targets for batch in batches]
-        if needed and (lacking or not self._loss_was_seen):
-            functions = {call.function for tape in self.reached for call in tape.losses}
-            check_loss(self.loss, batches, functions, self.reads, is_observed=bool(self.observed))
-            self._loss_was_seen = True
+        if needed:
+            self._check_loss([batch for batch in batches if batch.targets is None])
         if not counting:
             return batches
         return [batch for batch in batches if batch.counts] or ([] if shared else batches)
+
+    def _check_loss(self, unknown: Sequence[Batch]) -> None:
+        """If the targets of some batches are unknown, raise an error where they are needed, and otherwise warn once."""
+        calls = [call for tape in self.reached for call in tape.losses]
+        if unknown and self.reads:
+            raise RuntimeError(unseen_loss(self.loss, calls))
+        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
+        is_odd = self.loss.kind and not self.observed and any(batch.output is not None for batch in unknown)
+        if is_odd and not self._loss_was_checked:
+            warn(unseen_loss(self.loss, calls))
+        self._loss_was_checked = True
 
     def seen(self) -> list[Batch]:
         """Return the batches since the last step: those observed or, without any, the calls that errors reached.
 
         As many calls as observed batches have the gradients of these.
         """
-        calls = [tape.batch(self.loss, self.head) for tape in self.reached]
-        calls += [Batch(Arguments(*arguments)) for arguments in self.listener.compiled_calls()]
-        for i, call in enumerate(calls):
-            if self._loss_is_inside and call.targets is None and call.x is not None and self.head.functions:
-                batch = with_loss_inside(call, self.model, self.loss, self.head)
-                self._loss_is_inside = batch is not None
-                calls[i] = batch or call
+        calls = [tape.batch(self.loss) for tape in self.reached]
         if not self.observed:
             return calls
         same = calls if len(calls) == len(self.observed) else [Batch()] * len(self.observed)
@@ -282,7 +265,7 @@ def _attach(call: LossCall, key: int) -> None:
     for node in nodes_behind(call.input, lambda node: key in node.metadata):
         tape = node.metadata[key]()
         if tape is not None:
-            call.is_whole = bool(tape.place) and tape.place == place_of(call.input)
+            call.is_whole = tape.place == place_of(call.input)
             tape.losses.append(call)
     call.input = call.input.detach()
 

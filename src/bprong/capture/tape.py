@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from bprong.capture.measure import Meter
     from bprong.capture.request import LayerMoments
 
-Key = str | int | Callable[[Any], Any]
+Key = str | int
 
 TO_THE_LOSS = 200  # operations, at most, between an output and its loss
 
@@ -35,14 +36,14 @@ TO_THE_LOSS = 200  # operations, at most, between an output and its loss
 
 @dataclass
 class Head:
-    """Finds the tensors that the loss is computed from.
+    """Finds the tensor that the loss is computed from.
 
-    key:        names them in what the model returns: a key or attribute, an index, or a function of it; None: the
-                logits or the first tensor or, if a loss inside of the model does not depend on that, its input
+    key:        of the output in what the model returns: a key or attribute, or an index; None: the logits or the first
+                tensor or, if a loss inside of the model does not depend on that, its input
     functions:  the names of torch's functions that may be this loss
-    inside:     whether they are the input of a loss inside of the model; None: not known yet
+    inside:     whether it is the input of a loss inside of the model; None: not known yet
 
-    >>> Head().find({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)})[0].shape
+    >>> Head().find({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
     torch.Size([2, 3])
     """
 
@@ -51,39 +52,42 @@ class Head:
     inside: bool | None = None
 
     def __post_init__(self) -> None:
-        if not (self.key is None or isinstance(self.key, (str, int)) or callable(self.key)):
-            raise TypeError(f"output must be a key, an index or a function of what the model returns, not {self.key!r}")
+        if not isinstance(self.key, (str, int, NoneType)):
+            raise TypeError(
+                f"output must be a key, an attribute or an index of what the model returns, not {self.key!r}. If it is "
+                f"something else, return it from your model's forward"
+            )
 
-    def find(self, returned: Any, losses: Sequence[LossCall] = ()) -> list[Tensor]:
-        """Return tensors that differ in their first dimension only.
-
-        losses: the calls of loss functions inside of the model
-        """
-        inside = [] if self.key is not None else self.inputs(losses)
-        if inside and self.inside is None and torch.is_grad_enabled():
-            node = getattr(_chosen(returned, None), "grad_fn", None)
-            self.inside = node is None or not nodes_behind(inside[0].input, lambda one: one is node)
-        if inside and self.inside is not False:
-            return [call.input for call in inside]
+    def find(self, returned: Any, losses: Sequence[LossCall] = ()) -> Tensor:
+        """Return the output; losses: the calls of loss functions inside of the model."""
         output = _chosen(returned, self.key)
-        parts = list(output) if isinstance(output, (tuple, list)) and self.key is not None else [output]
-        for part in parts:
-            if not isinstance(part, Tensor) or part.ndim == 0:
-                what = "a number" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+        inputs = [] if self.key is not None else self._inputs(losses)
+        if inputs and self.inside is None and torch.is_grad_enabled():
+            node = getattr(output, "grad_fn", None)
+            self.inside = node is None or not any(nodes_behind(tensor, lambda one: one is node) for tensor in inputs)
+        if inputs and self.inside is not False:
+            if len(inputs) > 1:
                 raise TypeError(
-                    f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
+                    f"the model computes losses of {len(inputs)} tensors of one size. Return these as one tensor, such "
+                    f"as torch.stack(tensors, 1), from its forward or that of a wrapper, and compute the loss of that"
                 )
-        return parts
+            return inputs[0]
+        if not isinstance(output, Tensor) or output.ndim == 0:
+            what = "a number" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            raise TypeError(
+                f"the loss must be computed from a tensor that the model returns, not {what}. {_advice(returned)}"
+            )
+        return output
 
-    def inputs(self, losses: Sequence[LossCall]) -> list[LossCall]:
-        """Return the calls that may be those of the loss: with the largest input, and inputs of the same shape."""
-        calls = []
+    def _inputs(self, losses: Sequence[LossCall]) -> list[Tensor]:
+        """Return the largest tensors that calls which may be those of the loss were given."""
+        inputs = {}
         for call in losses:
             is_computed = call.input.requires_grad or not torch.is_grad_enabled()
             if call.function in self.functions and call.input.ndim > 0 and is_computed:
-                calls.append(call)
-        largest = max(calls, key=lambda call: call.input.numel(), default=None)
-        return [call for call in calls if largest is not None and call.input.shape[1:] == largest.input.shape[1:]]
+                inputs[place_of(call.input)] = call.input
+        largest = max(map(Tensor.numel, inputs.values()), default=0)
+        return [tensor for tensor in inputs.values() if tensor.numel() == largest]
 
 
 def _chosen(returned: Any, key: Key | None) -> Any:
@@ -93,8 +97,6 @@ def _chosen(returned: Any, key: Key | None) -> Any:
         case _ if key is None:
             return returned
     try:
-        if callable(key):
-            return key(returned)
         by_name = isinstance(key, str) and not isinstance(returned, Mapping)
         return getattr(returned, str(key)) if by_name else returned[key]
     except (LookupError, AttributeError, TypeError) as reason:
@@ -104,46 +106,48 @@ def _chosen(returned: Any, key: Key | None) -> Any:
 def _advice(returned: Any) -> str:
     names = sorted(map(str, returned)) if isinstance(returned, Mapping) else []
     has = f"The model returns {', '.join(names)}. " if names else ""
-    return f"{has}Name it with options={{'output': …}}: a key, an index, or a function of what the model returns"
+    return f"{has}Name it with options={{'output': …}}: a key, an attribute or an index"
 
 
 @dataclass(frozen=True)
 class Output:
-    """The tensors that a loss is computed from.
+    """The tensor that a loss is computed from.
 
-    parts:      copies of them; they differ in their first dimension only, and the targets of all of them are drawn
-    edges:      where they are in the autograd graph; empty: in none. Later operations may change them in place
+    tensor:     a copy of it
+    edge:       where it is in the autograd graph; None: in none. Later operations may change it in place
     class_dim:  see `laid_out`
     """
 
-    parts: tuple[Tensor, ...]
-    edges: tuple[GradientEdge, ...]
+    tensor: Tensor
+    edge: GradientEdge | None
     class_dim: int | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor], class_dim: int | None = None) -> Output:
-        edges = tuple(get_gradient_edge(part) for part in parts if part.requires_grad)
-        return cls(tuple(as_plain(part.detach().clone()) for part in parts), edges, class_dim)
+    def of(cls, output: Tensor, class_dim: int | None = None) -> Output:
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        return cls(copy_of_output(output), edge, class_dim)
 
     @cached_property
     def values(self) -> Tensor:
-        """All of them, laid out, in at least float32."""
-        values = laid_out(self.parts, self.class_dim)
+        """The output, laid out, in at least float32."""
+        values = laid_out(self.tensor, self.class_dim)
         return values.to(at_least_float32(values.dtype))
 
     def gradients(self, root: Tensor, wanted: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
         """Propagate a gradient at the values back; None: it does not reach there. The graph remains usable."""
         dim = -1 if self.class_dim is None else self.class_dim
-        gradients = (root,) if len(self.parts) == 1 else torch.split(root, [len(part) for part in self.parts])
-        roots = []
-        for gradient, part in zip(gradients, self.parts, strict=True):
-            roots.append(gradient.reshape(part.movedim(dim, -1).shape).movedim(-1, dim).to(part.dtype))
-        return torch.autograd.grad(self.edges, wanted, roots, retain_graph=True, allow_unused=True)
+        root = root.reshape(self.tensor.movedim(dim, -1).shape).movedim(-1, dim).to(self.tensor.dtype)
+        edge = cast(GradientEdge, self.edge)
+        return torch.autograd.grad([edge], wanted, [root], retain_graph=True, allow_unused=True)
 
 
-def laid_out(parts: Sequence[Tensor], class_dim: int | None) -> Tensor:
-    """Return outputs as one, with classes in this dimension as (B, positions, classes); None: as they are."""
-    output = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def copy_of_output(output: Tensor) -> Tensor:
+    """Return a copy of an output without its history."""
+    return as_plain(output.detach().clone())
+
+
+def laid_out(output: Tensor, class_dim: int | None) -> Tensor:
+    """Return an output with classes in this dimension as (B, positions, classes); None: as it is."""
     return output if class_dim is None else output.movedim(class_dim, -1).flatten(1, -2)
 
 
@@ -229,27 +233,6 @@ class Batch:
         mask = self.reached if self.targets is None else self.targets.mask
         return mask is None or bool(mask.any())
 
-    def with_targets(
-        self,
-        loss: Loss,
-        parts: Sequence[Tensor],
-        losses: Sequence[LossCall],
-        gradients: Callable[[], Sequence[Tensor] | None],
-    ) -> Batch:
-        """Return it with its output and targets; gradients: gives those at the parts of the output, if known."""
-        likelihood = loss.likelihood
-        class_dim = loss.class_dim(parts[0], losses[0].input if losses else None)
-        output = laid_out(parts, class_dim)
-
-        def gradient() -> Tensor | None:
-            values = gradients()
-            return None if values is None else laid_out(values, class_dim)
-
-        targets = targets_of(likelihood, losses, output, gradient) if losses else None
-        values = gradient() if targets is None else None
-        reached = None if values is None else likelihood.reached(values)
-        return replace(self, output=output, class_dim=class_dim, targets=targets, reached=reached)
-
 
 @dataclass(eq=False)
 class Tape:
@@ -258,16 +241,14 @@ class Tape:
     arguments:  copies of what the model was called with, if they may be needed
     recording:  closed when the call ends
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
-    output:     None: there is none yet, or a step has used it
+    output:     a copy of it; None: there is none yet, or a step has used it
+    number:     which of the results of its operation it is
     retained:   tensors whose gradients the user may have asked to be retained
-    structure:  what the model returned, without its tensors, if the output is a rearrangement of them
-    place:      address, shape and strides of the output, if that is one tensor
+    place:      address, shape and strides of the output
     losses:     the calls of loss functions that were given the output
-    gradients:  at each part of the output, or tensor of the structure, summed over the backward passes that reached it
+    gradient:   at the output, summed over the backward passes that reached it; 0: none has
     measured:   the moments of its layers
-    number:     which of the results of its operation the output is, if that is where a hook is
-    tasks:      the backward passes that count
-    task:       the one that reached it last, and whether that pass added to `.grad`
+    tasks:      the backward passes that count, in their order
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -275,17 +256,14 @@ class Tape:
     arguments: Arguments | None = None
     recording: ExitStack = field(default_factory=ExitStack)
     calls: Calls | None = None
-    output: Output | None = None
+    output: Tensor | None = None
+    number: int = 0
     retained: Sequence[weakref.ref[Tensor]] = ()
-    structure: TreeSpec | None = None
     place: tuple[Any, ...] = ()
     losses: list[LossCall] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    gradient: Any = 0
     measured: Mapping[str, LayerMoments] | None = None
-    number: int | None = None
-    tasks: set[int] = field(default_factory=set)
-    task: int = -1
-    accumulated: bool = False
+    tasks: list[int] = field(default_factory=list)
 
     def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the model was called with, for a pass of our own: copies, which nobody changes meanwhile."""
@@ -295,57 +273,45 @@ class Tape:
         self.arguments = Arguments(args, kwargs, autocast)
         self.recording.enter_context(noted_hooks(model))
 
-    def expect(self, parts: Sequence[Tensor], returned: Any, head: Head) -> Sequence[Any]:
-        """Note the output of the call; return where backward passes will arrive: there, or at what it is made of."""
-        self.output = Output.of(parts)
-        if not any(part.numel() for part in parts):
-            self.calls = None
-        tensors, structure = tree_flatten(returned)
-        if callable(head.key) and not all(any(part is leaf for leaf in tensors) for part in parts):
-            self.structure = structure
-            return tensors
-        if len(parts) == 1:
-            self.number = parts[0].output_nr
-            self.output = replace(self.output, edges=())
-        return parts
+    def wait_at(self, output: Tensor, returned: Any) -> None:
+        """Note the output of the call, where a backward pass is to arrive; returned: by the model."""
+        self.output = copy_of_output(output)
+        self.number = output.output_nr
+        self.place = place_of(output)
+        if self.calls is not None:
+            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+            self.retained = [*self.calls.retained, *map(weakref.ref, tensors)]
 
-    def batch(self, loss: Loss, head: Head) -> Batch:
+    def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
         batch = Batch(self.arguments, measured=self.measured)
         if self.output is None:
             return batch
         arrived = [call for call in self.losses if call.count(self.tasks)]
         declared = [call for call in arrived if call.is_declared]
-        losses = declared or [call for call in arrived if call.function in head.functions]
-        return batch.with_targets(loss, self.output.parts, losses, lambda: self._gradients(head))
+        losses = declared or [call for call in arrived if call.function in loss.functions]
+        class_dim = loss.class_dim(self.output, losses[0].input if losses else None)
+        output = laid_out(self.output, class_dim)
+        gradient = laid_out(self.gradient, class_dim)
+        targets = targets_of(loss.likelihood, losses, output, gradient) if losses else None
+        reached = loss.likelihood.reached(gradient) if targets is None else None
+        return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
 
-    def _gradients(self, head: Head) -> Sequence[Tensor] | None:
-        """Return those at the output, as if the losses of all backward passes had been summed; None: not yet known."""
-        parts = () if self.output is None else self.output.parts
-        arrivals = len(parts) if self.structure is None else self.structure.num_leaves
-        if len(self.gradients) < arrivals:  # the backward pass has not arrived everywhere yet
-            return None
-        gradients = [self.gradients[i] for i in sorted(self.gradients)]
-        # What rearranges tensors rearranges their gradients.
-        return gradients if self.structure is None else head.find(tree_unflatten(gradients, self.structure))
-
-    def measure(self, meter: Meter, index: int, loss: Loss, head: Head) -> None:
+    def measure(self, meter: Meter, index: int, loss: Loss) -> None:
         """Measure the recorded calls on the user's graph, as if the user's backward pass had not begun.
 
         index: of the batch, since the last step
         """
-        calls, output = self.calls, self.output
+        calls = self.calls
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # otherwise other passes may follow
             self.calls = None
-        if calls is None or output is None or not calls.recorded or calls.opaque:
+        if calls is None or self.output is None or calls.opaque or not self.output.numel():
             return
-        if self.number is not None:
-            output = replace(output, edges=(GradientEdge(torch._C._current_autograd_node(), self.number),))
+        batch = self.batch(loss)
+        edge = GradientEdge(torch._C._current_autograd_node(), self.number)
         retained = [(t, t.grad) for t in (ref() for ref in self.retained) if t is not None and t.retains_grad]
-        for tensor, _ in retained:
-            tensor.grad = None
         try:
-            self.measured = meter.measure(index, output, calls, self.batch(loss, head))
+            self.measured = meter.measure(index, Output(self.output, edge, batch.class_dim), calls, batch)
         except RuntimeError as reason:
             if "compiled" not in str(reason):  # compiled functions run backward only once
                 raise

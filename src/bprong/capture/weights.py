@@ -4,10 +4,10 @@
                         the input; embeddings, where z is one-hot
 
 A `WeightMatrix` says how a parameter, and tensors shaped like it (its gradient, its momentum), form that matrix, and in
-which blocks its two sides are whitened. `KINDS` has the layers whose weights are known, `FUNCTIONS` those functions of
-torch's that use them, and `FORMULAS` what replaces those that do not show how. Modules of other packages that compute
-the same are added by `register`. Weights that layers share (tied weights) are left out by `covered_weights`; they and
-the parameters of all other modules follow the fallback rule.
+which blocks its two sides are whitened. `KINDS` has the layers whose weights are known, and `FUNCTIONS` those functions
+of torch's that use them. Modules of other packages that compute the same are added by `register`. Weights that layers
+share (tied weights) are left out by `covered_weights`; they and the parameters of all other modules follow the fallback
+rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from bprong.capture.cells import CELLS, cell
 from bprong.capture.convolution import Geometry
 from bprong.linalg.moments import Blocks, Limits, at_least_float32
 from bprong.parallel.slices import written_type
@@ -255,8 +254,6 @@ FUNCTIONS: list[tuple[Any, str, Callable[..., dict[str, Any]] | None]] = [
     (F, "embedding", _embedded),
     *((place, f"conv{n}d", _convolved) for place in (F, torch) for n in (1, 2, 3)),
 ]
-# Those that do not show their products with weights, and what computes the same by `F.linear`.
-FORMULAS = [(torch._VF, name, partial(cell, formula)) for name, formula in CELLS.items()]
 REGISTERED: OrderedDict[int, tuple[type[nn.Module], Kind]] = OrderedDict()  # by handle
 
 
@@ -298,13 +295,16 @@ def register(
         raise TypeError(f"register takes a type of module, not {kind!r}")
     if like not in LIKE:
         raise ValueError(f"like must be one of {', '.join(k.__name__ for k in LIKE)}, not {like!r}")
-    options = {name: True for name, is_set in (("transposed", transposed), ("stacked", stacked)) if is_set}
-    if options and like is not nn.Linear:
-        adjectives = " and ".join(options)
-        raise ValueError(f"only the weight of an nn.Linear can be {adjectives}, not that of a {like.__name__}")
+    make = LIKE[like].make
+    if transposed or stacked:
+        if like is not nn.Linear:
+            raise ValueError(
+                f"only the weight of an nn.Linear can be transposed or stacked, not that of a {like.__name__}"
+            )
+        make = partial(make, transposed=transposed, stacked=stacked)
     weights = (weight,) if isinstance(weight, str) else weight
     biases = (bias,) if isinstance(bias, str) else bias
     handle = RemovableHandle(REGISTERED)
     parameters = dict(zip_longest(weights, biases[: len(weights)], fillvalue=""))
-    REGISTERED[handle.id] = kind, Kind(partial(LIKE[like].make, **options), parameters)
+    REGISTERED[handle.id] = kind, Kind(make, parameters)
     return handle

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -89,24 +89,17 @@ class Likelihood(ABC):
 
         V: (k, *output), float64
 
-        One target y is drawn per row: ∇²(−log p(y)) v has the mean F v if −log p is smooth. In the natural parameters
-        of an exponential family the Hessian does not depend on y, so the estimate is exact. Elsewhere it may be
-        negative by chance, and it misses the curvature in the kinks of −log p (Laplace). In those cases g gᵀ v is used,
-        which is noisier.
+        One target y is drawn per row. With g = ∇(−log p(y)), g gᵀ v is F v on average.
         """
         if type(self).roots is not Likelihood.roots:
             return times_roots(self.roots(output), V, self.targets(output))
+        return times_roots(self.gradients(output, self.sample(output)), V, self.targets(output))
+
+    def gradients(self, output: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """The gradient of the summed −log p of targets, at the output."""
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
-            (g,) = torch.autograd.grad(self.total_nll(leaf, self.sample(output)), leaf, create_graph=True)
-            with suppress(RuntimeError):  # −log p is linear, or differentiable only once, or not finite
-                # The derivative of g along v is a vector-Jacobian product of g, because the Hessian is symmetric.
-                along = [torch.autograd.grad(g, leaf, v.to(g), retain_graph=True, materialize_grads=True)[0] for v in V]
-                HV = to_float64(torch.stack(along))
-                eigenvalues = torch.linalg.eigvalsh(V.flatten(1) @ HV.flatten(1).T)
-                if HV.any() and eigenvalues[0] >= -1e-6 * eigenvalues[-1]:  # positive semidefinite to rounding
-                    return HV
-        return times_roots([g], V, self.targets(output))
+            return torch.autograd.grad(self.total_nll(leaf, y), leaf)
 
     def _rows(self, output: Tensor) -> Tensor:
         """The output with all elements of a target in the last dimension, (..., m)."""

@@ -257,14 +257,14 @@ def loss_of_call(likelihood: Likelihood, call: LossCall, output: Tensor) -> Loss
 
 
 def targets_of(
-    likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Callable[[], Tensor | None]
+    likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Tensor | None
 ) -> Targets | None:
     """The targets of some calls of a loss; None: these were given something other than the output.
 
     Each call that was given all of the output is a term. Without any, calls that were given parts of it are one term.
 
     output:    with classes in its last dimension
-    gradient:  gives what the user's backward pass left there; None: not known
+    gradient:  what the user's backward pass left there; None: not known
     """
     whole = {}
     for call in calls:
@@ -280,8 +280,7 @@ def targets_of(
         mask = reduce(_union, [_mask(term, call, output) for term, call in zip(terms, calls, strict=True)])
     else:
         inputs = [classes_last(likelihood, call.input) for call in calls]
-        values = gradient()
-        rows = None if values is None else rows_of_parts(likelihood, inputs, targets, output, values)
+        rows = None if gradient is None else rows_of_parts(likelihood, inputs, targets, output, gradient)
         if rows is None:
             return None
         y, mask = rows

@@ -39,9 +39,9 @@ class Options:
     solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks
-    output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, an
-                      index, or a function of what it returns, which may give several tensors of one shape. By default
-                      the logits or the first tensor; a loss that the model computes itself is recognised
+    output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, or
+                      an index. By default the logits or the first tensor; a loss that the model computes itself is
+                      recognised
     """
 
     fisher: Fisher = "sampled"

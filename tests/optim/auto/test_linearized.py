@@ -34,8 +34,7 @@ def directions_of(model, k=2):
 def by_jacobian(model, x, direction, seed):
     """J d by reverse mode, one row of J at a time."""
     parameters = list(direction)
-    with run_alone(model, x, seed, errors=True) as run:
-        (output,) = run.parts
+    with run_alone(model, x, seed, errors=True) as (output, _):
         rows = [torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True) for f in output.flatten()]
     moved = [
         sum((g * direction[p]).sum() for p, g in zip(parameters, row, strict=True) if g is not None) for row in rows

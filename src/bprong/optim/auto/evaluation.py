@@ -238,8 +238,8 @@ def rerun(model: nn.Module, x: Any, seed: int, class_dim: int | None = None, hea
     device = next(model.parameters()).device.type
     # Fused kernels of attention have no forward-mode AD.
     alone = run_alone(model, x, seed, errors=False, head=head)
-    with sdpa_kernel(SDPBackend.MATH), without_autocast(device), alone as run:
-        return laid_out(run.parts, class_dim)
+    with sdpa_kernel(SDPBackend.MATH), without_autocast(device), alone as (output, _):
+        return laid_out(output, class_dim)
 
 
 class Linearized(NamedTuple):
