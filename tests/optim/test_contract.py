@@ -313,10 +313,10 @@ def test_a_checkpoint_of_another_step_rule_is_refused_with_nothing_changed():
     fixed = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     train(model, fixed, [(x, y)])
     automatic = bprong.BPRONG(model, "cross_entropy", lr="auto")
-    with pytest.raises(ValueError, match="step rule FixedRate, and this optimizer has Automatic"):
+    with pytest.raises(ValueError, match="step rule FixedRate, and this is BPRONG with the step rule Automatic"):
         automatic.load_state_dict(fixed.state_dict())
     assert automatic.param_groups[0]["lr"] == 1.0
-    with pytest.raises(ValueError, match="step rule Automatic, and this optimizer has FixedRate"):
+    with pytest.raises(ValueError, match="step rule Automatic, and this is BPRONG with the step rule FixedRate"):
         fixed.load_state_dict(automatic.state_dict())
     assert fixed.param_groups[0]["lr"] == 0.01
 

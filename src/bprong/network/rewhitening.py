@@ -239,28 +239,27 @@ class Rewhitening:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next steps depend on: tensors and plain values only."""
+        averaged = self._layers.values() if self._schedule.average else ()
+        tracks = {}
+        for name, sides in self._tracks.items():
+            tracks[name] = {side: track._asdict() for side, track in sides.items()}
         return {
             "schedule": self._schedule.state_dict(),
-            "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
-            "tracks": {
-                name: {side: track._asdict() for side, track in tracks.items()} for name, tracks in self._tracks.items()
-            },
+            "layers": {layer.name: layer.state_dict() for layer in averaged},
+            "tracks": tracks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
-        if not {"schedule", "layers", "tracks"} <= set(state):
-            raise ValueError(f"the state of a Rewhitening has schedule, layers and tracks; this has {sorted(state)}")
-        if set(state["layers"]) != set(self._layers):
-            raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self._layers)}")
-        for name, layer in self._layers.items():  # check everything before changing anything
-            layer.check_state(state["layers"][name])
+        if set(state["tracks"]) != set(self._layers):
+            raise ValueError(f"the state has layers {sorted(state['tracks'])}; this model has {sorted(self._layers)}")
+        for name, saved in state["layers"].items():  # check everything before changing anything
+            self._layers[name].check_state(saved)
         self._schedule.load_state_dict(state["schedule"])
-        for name, layer in self._layers.items():
-            layer.load_state_dict(state["layers"][name])
-        self._tracks = {
-            name: {side: Track(**track) for side, track in tracks.items()} for name, tracks in state["tracks"].items()
-        }
+        for name, saved in state["layers"].items():
+            self._layers[name].load_state_dict(saved)
+        for name, tracks in state["tracks"].items():
+            self._tracks[name] = {side: Track(**track) for side, track in tracks.items()}
 
 
 def _mu_of(refresh: RefreshMode, rate: float | None, average: float, samples: Any, layers: Iterable[Layer]) -> float:
