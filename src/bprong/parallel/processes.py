@@ -152,20 +152,6 @@ class Ranks:
         self._run(dist.broadcast, sent, self._global(owner))
         return sent.to(values.device)
 
-    def collected(self, values: Tensor, owner: int) -> list[Tensor]:
-        """Return the tensors of all ranks on the rank that owns them; nothing on the others."""
-        sent = self._to_send(values)
-        received = [torch.empty_like(sent) for _ in range(self.size)] if owner == self.rank else None
-        self._run(dist.gather, sent, received, self._global(owner))
-        return [] if received is None else [part.to(values.device) for part in received]
-
-    def distributed(self, parts: Sequence[Tensor], owner: int, like: Tensor) -> Tensor:
-        """Return this rank's part of what its owner has; parts: nothing on the other ranks."""
-        sent = [self._to_send(part) for part in parts] or None
-        received = torch.empty_like(self._to_send(like))
-        self._run(dist.scatter, received, sent, self._global(owner))
-        return received.to(like.device)
-
     def _to_send(self, values: Tensor) -> Tensor:
         """Return a tensor as it can be sent: itself, or a copy of it."""
         return values.to("cuda" if dist.get_backend(self._group) == "nccl" else "cpu").contiguous()

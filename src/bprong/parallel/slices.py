@@ -1,7 +1,7 @@
 """What of a model each rank has: the factors of some layers and, under FSDP2, slices of all parameters (DTensors).
 
 `torch.distributed.fsdp.fully_shard` replaces parameters by DTensors, of which each rank has a slice. Each layer is
-whitened by its owner: slices of gradients are sent to it, and slices of the direction come back. Passes of our own need
+whitened by its owner: slices of gradients are gathered, and the owner broadcasts the direction. Passes of our own need
 the whole model, which `whole_model` gathers for as long as they take. `unwrapped` refuses what is not supported: tensor
 parallelism, for example.
 """
@@ -35,11 +35,13 @@ class Sharding:
         for p, value in values.items():
             dim = value.placements[0].dim
             part = value.to_local()
-            padded = self._longest_slice(value)
+            shape = list(value.shape)
+            shape[dim] = -(-shape[dim] // self.ranks.size)  # the longest slice; the last ones may be shorter, or empty
+            padded = part.new_empty(shape)
             padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-            parts = self.ranks.collected(padded, self.parameters[p])
-            if parts:
-                owned[p] = torch.cat(parts, dim).narrow(dim, 0, value.shape[dim])
+            parts = self.ranks.gathered(padded)
+            if self.parameters[p] == self.ranks.rank:
+                owned[p] = torch.cat(list(parts), dim).narrow(dim, 0, value.shape[dim])
         return owned
 
     def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
@@ -49,31 +51,13 @@ class Sharding:
         """
         slices = {}
         for p, value in values.items():
-            dim = value.placements[0].dim
-            part = self._longest_slice(value).to(at_least_float32(value.dtype))
-            parts: tuple[Tensor, ...] = ()  # one for each rank
-            if self.parameters[p] == self.ranks.rank:
-                padded = torch.cat([part] * self.ranks.size, dim)
-                padded.narrow(dim, 0, value.shape[dim]).copy_(owned[p])
-                parts = padded.chunk(self.ranks.size, dim)
-            part = self.ranks.distributed(parts, self.parameters[p], part)
-            slices[p] = type(value).from_local(
-                part.narrow(dim, 0, value.to_local().shape[dim]),
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+            whole = owned.get(p)
+            if whole is None:
+                whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
+            whole = self.ranks.received(whole, self.parameters[p])
+            of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
+            slices[p] = of_all.redistribute(placements=value.placements)
         return slices
-
-    def _longest_slice(self, value: Any) -> Tensor:
-        """Return room for a slice that is as long as the longest: the last ones may be shorter, or empty."""
-        shape = list(value.shape)
-        dim = value.placements[0].dim
-        shape[dim] = -(-shape[dim] // self.ranks.size)
-        room: Tensor = value.to_local().new_empty(shape)
-        return room
 
 
 # Which models are accepted -------------------------------------------------------------------------------------------
