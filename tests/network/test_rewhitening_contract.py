@@ -70,7 +70,7 @@ def test_a_held_out_sample_is_measured_instead_of_the_batch():
 
 def test_moments_as_a_running_average_over_batches():
     x, _ = classification(60, 5, 3)
-    model, _, rewhitening = whitened(5, 4, 3, average=0.5, record_every=2, forward_every=5, forward_offset=4)
+    model, _, rewhitening = whitened(5, 4, 3, average=0.5, forward_every=2)
     for t in range(5):
         rewhitening.step(x[t * 10 : (t + 1) * 10])
     # measured at t = 0, 2, 4 with weights 1/4, 1/2, 1
@@ -86,15 +86,6 @@ def test_an_average_spans_more_directions_than_a_batch():
     ranks = [[r.step(x[t * 5 : t * 5 + 5])[0].root.rank for t in range(6)] for r in (alone, averaged)]
     assert ranks[0] == [4] * 6
     assert ranks[1] == [4, 9, 14, 19, 20, 20]
-
-
-def test_recording_between_refreshes_measures_errors_too():
-    x, _ = classification(60, 5, 3)
-    _, _, rewhitening = whitened(5, 4, 3, average=0.5, record_every=1, backward_every=5, backward_offset=4)
-    for t in range(4):
-        rewhitening.step(x[t * 10 : t * 10 + 10])
-    moments = rewhitening._layers["0"].backward.moments
-    assert moments.weight == 10 * (1 + 1 / 2 + 1 / 4 + 1 / 8)
 
 
 def test_the_empirical_fisher_matrix_needs_y():
@@ -145,7 +136,7 @@ def test_targets_are_drawn_anew_at_every_refresh():
 def test_forward_only_layers_need_no_backward_pass_and_no_fitting_likelihood(loss):
     model = bprong.whiten_(mlp(5, 1), backward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rewhitening = bprong.Rewhitening(model, optimizer, loss, average=0.5, record_every=1)
+    rewhitening = bprong.Rewhitening(model, optimizer, loss, average=0.5)
     assert len(rewhitening.step(torch.randn(9, 5, dtype=torch.float64))) == 1
 
 
@@ -172,7 +163,6 @@ def test_when_the_bias_is_frozen_the_centre_returns_to_zero_and_the_average_star
         ({"fisher": "true"}, "fisher must be one of .*'sampled'"),
         ({"solver": "qr"}, "solver must be one of .*'cholesky'.*, not 'qr'"),
         ({"average": 1.0}, "average must be .* less than 1"),
-        ({"record_every": 5}, "give average too"),
         ({"samples": (1, 2, 3)}, "not a tuple of 3"),
         ({"forward_damping": None}, "finite number of at least 0, not None"),
         ({"forward_damping": -1}, "damping must be"),

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import bprong
-from bprong.optim import Periods
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 from training import EXACT, batches, literal, train
 
@@ -165,9 +164,7 @@ def resumable():
     torch.manual_seed(3)
     torch.set_num_threads(1)
     model = mlp(5, 6, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(
-        model, "cross_entropy", lr=0.05, momentum=0.9, every=Periods(7, record_every=3), options={"average": 0.8}
-    )
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, momentum=0.9, every=7, options={"average": 0.8})
     return model, optimizer, list(batches(*classification(90, 5, 3, dtype=torch.float32), 20, 87))
 
 

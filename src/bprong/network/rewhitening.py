@@ -74,7 +74,6 @@ class Rewhitening:
     samples            a held-out sample of the training set, x or (x, y), to measure instead of the batch; not with
                        continuous whitening, which follows the batches
     average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
-    record_every       with `average`: also measure, without a refresh, every so many steps
     carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}; for several
                        optimizers a list of these, with None for those that are known
     seed               of the targets that are drawn; by default torch's initial seed
@@ -88,7 +87,7 @@ class Rewhitening:
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1, backward_damping: float | Damping | None = None,
-        solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0, record_every: int | None = None,
+        solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0,
         carry: Transports | Sequence[Transports | None] | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.of(model)
@@ -110,7 +109,6 @@ class Rewhitening:
             forward_offset=forward_offset,
             backward_every=period if backward_every is None else backward_every,
             backward_offset=backward_offset,
-            record_every=record_every,
         )
         self._schedule = Schedule(self._layers, periods, "sampled" if fisher is None else fisher, average, seed)
         backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
