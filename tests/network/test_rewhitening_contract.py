@@ -346,5 +346,5 @@ def test_everything_is_on_the_device_of_the_parameters():
         continuous = bprong.Rewhitening(model, optimizer, "cross_entropy", refresh="continuous", **NOW)
         train(model, optimizer, continuous, x, y, 3)
         continuous.load_state_dict(continuous.state_dict())
-        model.load_state_dict(bprong.fold(model).state_dict())
+        model.load_state_dict(bprong.whiten_(bprong.fold(model)).state_dict())
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}

@@ -49,7 +49,7 @@ def whiten_(
         )
     _refuse_unfit(model, chosen)  # check everything before changing anything
     for name, module in chosen.items():
-        model.set_submodule(name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim))
+        model.set_submodule(name, _WHITENED[type(module)](module, backward, max_dim=max_dim))
     return model
 
 
