@@ -164,33 +164,28 @@ _KNOWN: dict[str, Transports] = {  # by the name in torch.optim
 }
 
 
-def holders_for(
-    optimizers: Optimizer | Iterable[Optimizer], carry: Transports | Sequence[Transports | None] | None = None
-) -> list[Holder]:
-    """Return each optimizer with how its state moves; `carry` says it for those that are not known."""
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    if carry is None or isinstance(carry, Mapping):
-        carry = [carry] * len(optimizers)
-    if len(carry) != len(optimizers):
-        raise ValueError(f"carry has {len(carry)} entries for {len(optimizers)} optimizers; give None for known ones")
-    return [(optimizer, transports_for(optimizer, each)) for optimizer, each in zip(optimizers, carry, strict=True)]
+def holders_for(optimizers: Optimizer | Iterable[Optimizer], carry: Transports | None = None) -> list[Holder]:
+    """Return each optimizer with how its state moves; `carry` says it for keys that are not known."""
+    several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    return [(optimizer, transports_for(optimizer, carry)) for optimizer in several]
 
 
 def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Transports:
-    """Return how each tensor of the optimizer's state moves; `carry` says it for optimizers that are not known."""
+    """Return how each tensor of the optimizer's state moves: as in _KNOWN, and as in `carry`, which has precedence."""
     kind = type(optimizer)
-    if carry is None and getattr(torch.optim, kind.__name__, None) is kind:  # a subclass may use a key otherwise
-        carry = _KNOWN.get(kind.__name__)
-    if carry is None:
+    is_torchs = getattr(torch.optim, kind.__name__, None) is kind  # a subclass may use a key otherwise
+    known = _KNOWN.get(kind.__name__) if is_torchs else carry
+    if known is None:
         raise TypeError(
             f"it is not known how the state of {kind.__name__} moves with the coordinates; supported are "
             f"{', '.join(_KNOWN)}. Say it for each tensor of its state: "
             f"carry={{'momentum_buffer': 'velocity'}} moves this key like the parameters, 'gradient' like a gradient, "
             f"'squares' like squared gradients; carry={{}} if it has no state"
         )
-    for key, transport in carry.items():
+    transports = {**known, **(carry or {})}
+    for key, transport in transports.items():
         one_of(f"carry[{key!r}]", transport, get_args(Transport))
-    return carry
+    return transports
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from bprong.capture.listener import uninterrupted
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import number, one_of, pair
+from bprong.checks import number, one_of
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.families import mixed, nontrivial
@@ -71,11 +71,10 @@ class Rewhitening:
                        ε of Ž and of D, or a `bprong.Damping`; by default 0.1 and 0.03
     solver             "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
                        as Adam can tell them apart
-    samples            a held-out sample of the training set, x or (x, y), to measure instead of the batch; not with
-                       continuous whitening, which follows the batches
+    samples            a held-out sample (x, y) of the training set to measure instead of the batch, y None if it is not
+                       needed; not with continuous whitening, which follows the batches
     average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
-    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}; for several
-                       optimizers a list of these, with None for those that are known
+    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
     seed               of the targets that are drawn; by default torch's initial seed
 
     A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
@@ -87,8 +86,8 @@ class Rewhitening:
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1, backward_damping: float | Damping | None = None,
-        solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0,
-        carry: Transports | Sequence[Transports | None] | None = None, seed: int | None = None,
+        solver: RootSolver = "eigh", samples: tuple[Any, Tensor | None] | None = None, average: float = 0.0,
+        carry: Transports | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.of(model)
         self.model = unwrapped(model)
@@ -99,8 +98,10 @@ class Rewhitening:
             layers.append(Layer(weight_matrix_of(name, module), solver, backward=module.R is not None))
         self._layers = Layers(layers)
         _check_parameters(layers, self._holders)
-        self._samples = pair(samples)
-        self._mu = _mu_of(refresh, rate, average, self._samples, layers)
+        if samples is not None and not (isinstance(samples, tuple) and len(samples) == 2):
+            raise ValueError(f"samples must be a tuple (x, y), and y may be None; this is {type(samples).__name__}")
+        self._samples = samples
+        self._mu = _mu_of(refresh, rate, average, samples, layers)
         # By layer and side: of those that are whitened continuously, once they have an anchor.
         self._tracks: dict[str, dict[SideName, Track]] = {name: {} for name in self._layers}
         period = 5 if self._mu else 100
@@ -149,8 +150,7 @@ class Rewhitening:
         updated = update(self._layers, measured, self._schedule.average)
         for layer in trained:
             for side in layer.sides:
-                is_missed = side not in updated and side.name not in self._tracks[layer.name]
-                if is_missed and side.name in self._schedule.refreshed:
+                if side not in updated and side.name in self._schedule.refreshed:
                     layer.warn(
                         side, "no statistics reached it; is it used, and not detached, when the model is called?"
                     )
@@ -181,8 +181,6 @@ class Rewhitening:
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(self.model, request, x, y, counted)
 
-        if self._ranks.size == 1:
-            return measure()
         return measured_by_all(self._ranks, schedule, request.weights, measure, self.model.parameters())
 
     def _take(

@@ -36,7 +36,7 @@ def measured_by_all(
     ranks: Ranks,
     schedule: Schedule,
     weights: Mapping[WeightMatrix, bool],
-    measure: Callable[[], Mapping[str, LayerMoments]],
+    measure: Callable[[], dict[str, LayerMoments]],
     replicated: Iterable[Tensor | None],
 ) -> dict[str, LayerMoments]:
     """Return what all ranks have measured, as if one process had measured all of their batches.
@@ -45,6 +45,8 @@ def measured_by_all(
     measure:     measures the batches of this rank
     replicated:  tensors that must be the same on all ranks: their gradients, or their parameters
     """
+    if ranks.size == 1:
+        return measure()
     measured: dict[str, LayerMoments] = {}
     with ranks.exchange(3 + len(FLAGS) * len(weights)) as rows:
         measured |= measure()
