@@ -46,7 +46,7 @@ def periodic(every: int, **options: Any) -> dict[str, Any]:
 
 
 def continuous(every: int, rate: float) -> dict[str, Any]:
-    return periodic(every, backward_offset=0, refresh="continuous", rate=rate, **CHOLESKY)
+    return periodic(every, backward_offset=0, rate=rate, **CHOLESKY)
 
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {  # colour, settings of Rewhitening

@@ -224,7 +224,7 @@ def test_a_model_without_whitened_layers_is_refused():
 
 def test_continuous_whitening_is_refused_in_several_processes(monkeypatch):
     x, _ = classification(20, 5, 3)
-    _, _, rewhitening = whitened(5, 3, refresh="continuous")
+    _, _, rewhitening = whitened(5, 3, rate=0.05)
     monkeypatch.setattr(Ranks, "size", 2)
     with pytest.raises(ValueError, match="works in one process only"):
         rewhitening.step(x)
@@ -343,7 +343,7 @@ def test_everything_is_on_the_device_of_the_parameters():
         for solver in ("eigh", "cholesky", "symmetric"):
             rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", solver=solver, average=0.5, **NOW)
             train(model, optimizer, rewhitening, x, y, 2)
-        continuous = bprong.Rewhitening(model, optimizer, "cross_entropy", refresh="continuous", **NOW)
+        continuous = bprong.Rewhitening(model, optimizer, "cross_entropy", rate=0.05, **NOW)
         train(model, optimizer, continuous, x, y, 3)
         continuous.load_state_dict(continuous.state_dict())
         model.load_state_dict(bprong.whiten_(bprong.fold(model)).state_dict())
