@@ -1,6 +1,5 @@
 """Rewhitening: where its statistics come from, which arguments it takes, how it resumes."""
 
-import copy
 import io
 
 import numpy as np
@@ -14,7 +13,7 @@ from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.moments import Limits
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
-from helpers import assert_close, assert_same_state, assert_unchanged, classification, layers_of, mlp, snapshot
+from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
 from training import whitened
 
@@ -176,20 +175,6 @@ def test_errors_about_arguments_say_what_is_allowed(options, message):
         whitened(5, 4, 3, **options)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"fisher": "exact"}, {"fisher": "sampled"}, {"backward_every": 5}, {"backward_offset": 0},
-     {"backward_damping": 0.1}],
-)  # fmt: skip
-def test_a_forward_only_network_refuses_options_of_the_backward_side(option):
-    model = bprong.whiten_(mlp(5, 4, 3), lambda _, name: name == "0", backward=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f"{next(iter(option))} would have no effect: all whitened layers are forward"):
-        bprong.Rewhitening(model, optimizer, "cross_entropy", **option)
-    bprong.whiten_(model)  # the other layer in both directions
-    bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", **option)
-
-
 def test_the_defaults_of_the_backward_side_are_those_documented():
     x, _ = classification(30, 5, 3)
     explicit = {"fisher": "sampled", "backward_damping": 0.03, "forward_damping": 0.1}
@@ -250,33 +235,6 @@ def test_resuming_from_a_checkpoint_continues_bit_for_bit(average):
     train(*resumed, x, y, 10)
     assert_unchanged(snapshot(straight[0]), snapshot(resumed[0]))
     assert any(layer.U.sum() != layer.in_features for layer in layers_of(resumed[0]))
-
-
-def test_the_state_of_another_model_is_refused():
-    x, _ = classification(40, 5, 3)
-    _, _, rewhitening = whitened(5, 4, 3, average=0.5, **NOW)
-    rewhitening.step(x)
-    _, _, other = whitened(5, 3, average=0.5)
-    with pytest.raises(ValueError, match=r"the state has layers \['0', '2'\]; this model has \['0'\]"):
-        other.load_state_dict(rewhitening.state_dict())
-
-
-@pytest.mark.parametrize(("widths", "layer"), [((5, 9, 3), "0"), ((5, 8, 4), "2")])
-def test_the_state_of_a_network_of_other_widths_is_refused_and_changes_nothing(widths, layer):
-    x, _ = classification(40, 5, 3)
-    _, _, wide = whitened(*widths, average=0.5, **NOW)
-    wide.step(x)
-    _, _, ours = whitened(5, 8, 3, seed=7, average=0.5, **NOW)
-    ours.step(x[:30])
-    ours.step(x[:30])
-    before = copy.deepcopy(ours.state_dict())
-    with pytest.raises(ValueError, match=f"layer '{layer}': the state's backward factor has shape"):
-        ours.load_state_dict(wide.state_dict())
-    assert_same_state(ours.state_dict(), before)
-    with pytest.raises(KeyError):
-        ours.load_state_dict(ours.state_dict() | {"schedule": {}})
-    assert_same_state(ours.state_dict(), before)
-    ours.step(x)
 
 
 def test_the_centre_of_a_layer_of_another_width_is_refused():

@@ -75,15 +75,15 @@ class Rewhitening:
     carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
     seed               of the targets that are drawn; by default torch's initial seed
 
-    A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
+    For a model whose layers are all forward-only, fisher and the options of the backward side have no effect.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], loss: Declaration | None = None, *,
-        fisher: Fisher | None = None, rate: float | None = None,
+        fisher: Fisher = "sampled", rate: float | None = None,
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
-        forward_damping: float | Damping = 0.1, backward_damping: float | Damping | None = None,
+        forward_damping: float | Damping = 0.1, backward_damping: float | Damping = 0.03,
         solver: RootSolver = "eigh", samples: tuple[Any, Tensor | None] | None = None, average: float = 0.0,
         carry: Transports | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
@@ -107,18 +107,10 @@ class Rewhitening:
         if forward_every is None:
             forward_every = 5 if self._mu else 100
         periods = Periods(forward_every, forward_offset, backward_every, backward_offset)
-        self._schedule = Schedule(self._layers, periods, "sampled" if fisher is None else fisher, average, seed)
-        backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
-                            "backward_damping": backward_damping}  # fmt: skip
-        for name, value in backward_options.items():
-            if value is not None and not self._schedule.two_sided:
-                raise ValueError(
-                    f"{name} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
-                )
+        self._schedule = Schedule(self._layers, periods, fisher, average, seed)
         if loss is None and self._schedule.two_sided:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
-        backward_damping = 0.03 if backward_damping is None else backward_damping
         self._damping = {"forward": Damping.of(forward_damping), "backward": Damping.of(backward_damping)}
 
     def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
@@ -177,6 +169,8 @@ class Rewhitening:
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(self.model, request, x, y, counted)
 
+        if self._ranks.size == 1:
+            return measure()
         return measured_by_all(self._ranks, schedule, request.weights, measure, self.model.parameters())
 
     def _take(
@@ -241,11 +235,10 @@ class Rewhitening:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
-        if set(state["tracks"]) != set(self._layers):
-            raise ValueError(f"the state has layers {sorted(state['tracks'])}; this model has {sorted(self._layers)}")
-        for name, saved in state["layers"].items():  # check everything before changing anything
-            self._layers[name].check_state(saved)
+        """Continue where `state_dict` was taken.
+
+        Load the model and the optimizer by their own `load_state_dict` first: these refuse the state of another model.
+        """
         self._schedule.load_state_dict(state["schedule"])
         for name, saved in state["layers"].items():
             self._layers[name].load_state_dict(saved)

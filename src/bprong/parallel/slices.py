@@ -32,16 +32,15 @@ class Sharding:
     def collected(self, values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
         """Return the values of the parameters that this rank owns, whole, from the slices of all ranks."""
         owned = {}
-        for p, value in values.items():
-            dim = value.placements[0].dim
+        for p in filter(self.parameters.__contains__, values):
+            value = values[p]
             part = value.to_local()
-            shape = list(value.shape)
-            shape[dim] = -(-shape[dim] // self.ranks.size)  # the longest slice; the last ones may be shorter, or empty
-            padded = part.new_empty(shape)
-            padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+            longest = -(-len(value) // self.ranks.size)  # the last slices may be shorter, or empty
+            padded = part.new_empty(longest, *part.shape[1:])
+            padded[: len(part)] = part
             parts = self.ranks.gathered(padded)
             if self.parameters[p] == self.ranks.rank:
-                owned[p] = torch.cat(list(parts), dim).narrow(dim, 0, value.shape[dim])
+                owned[p] = parts.flatten(0, 1)[: len(value)]
         return owned
 
     def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
@@ -50,7 +49,8 @@ class Sharding:
         owned: for the parameters that this rank owns, whole, in at least float32
         """
         slices = {}
-        for p, value in values.items():
+        for p in filter(self.parameters.__contains__, values):
+            value = values[p]
             whole = owned.get(p)
             if whole is None:
                 whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
@@ -103,9 +103,9 @@ def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
             )
     for name, parameter in model.named_parameters():
         placements = getattr(parameter, "placements", None)  # of a DTensor
-        if is_sharded and [type(placement).__name__ for placement in placements or ()] != ["Shard"]:
+        if is_sharded and [getattr(placement, "dim", None) for placement in placements or ()] != [0]:
             raise ValueError(
-                f"parameter {name!r} is not sharded over a mesh of one dimension, but placed {placements}. "
+                f"parameter {name!r} is not sharded by rows over a mesh of one dimension, but placed {placements}. "
                 f"fully_shard(model) without ignored_params does that; HSDP and tensor parallelism are not supported"
             )
         if placements and not is_sharded:

@@ -45,8 +45,6 @@ def measured_by_all(
     measure:     measures the batches of this rank
     replicated:  tensors that must be the same on all ranks: their gradients, or their parameters
     """
-    if ranks.size == 1:
-        return measure()
     measured: dict[str, LayerMoments] = {}
     with ranks.exchange(3 + len(FLAGS) * len(weights)) as rows:
         measured |= measure()
@@ -141,14 +139,13 @@ def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | Whiten
     computed: dict[Side, Factor] = {}
     failures: dict[Side, WhiteningError] = {}
     with ranks.exchange(NUMBERS * len(pending)) as rows:
+        row: list[float] = []
         for side, (layer, moments, epsilon) in pending.items():
             try:
                 if ranks.is_own(layer.name):
                     computed[side] = side.solve(moments, epsilon, layer.like)
             except WhiteningError as reason:
                 failures[side] = reason
-        row: list[float] = []
-        for side in pending:
             factor = computed.get(side)
             row += [*description(factor), *astuple(side.backoff), 0 if factor is None else factor.cost]
         rows.append(row)

@@ -182,6 +182,8 @@ class Whitening:
     def measured(self, request: Request, measure: Callable[[], dict[str, LayerMoments]]) -> dict[str, LayerMoments]:
         """What all processes have measured; measure: gives that of this process."""
         self.share()
+        if self.ranks.size == 1:
+            return measure()
         gradients = (layer.weight.grad for layer in self.layers.values())
         return measured_by_all(self.ranks, self.schedule, request.weights, measure, gradients)
 
