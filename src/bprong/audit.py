@@ -177,9 +177,8 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     sizes = [len(Z) * len(D) for Z, D in sides.values()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if sum(sizes) <= EXACT_UP_TO:
-        measures = {
-            kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(fisher_factors(model, x, loss)).items()
-        }
+        matrices = fisher_matrices(fisher_factors(model, x, loss))
+        measures = {kind: matrix_measures(G, sizes, eps) for kind, G in matrices.items()}
     else:
         measures = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
     white = {name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()}

@@ -177,7 +177,7 @@ def hooked():
         (hooked, "0: it has hooks"),
         (lambda: nn.Sequential(nn.Conv2d(2, 2, 1, dtype=torch.complex64)), "0: its weight is complex"),
         (lambda: nn.Conv2d(2, 2, 1), "a bare nn.Conv2d"),
-        (lambda: nn.Sequential(type("Mine", (nn.Conv2d,), {})(2, 2, 1)), "nothing to whiten: none of the 0"),
+        (lambda: nn.Sequential(type("Mine", (nn.Conv2d,), {})(2, 2, 1)), "nothing to whiten: no nn.Linear"),
     ],
 )
 def test_layers_that_cannot_be_whitened_are_refused_and_unchanged(model, message):

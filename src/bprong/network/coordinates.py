@@ -67,10 +67,9 @@ class Change:
 
     def velocity(self, W: Tensor, b: Tensor) -> Pair:
         """Return parameters, or whatever is added to them, in the new coordinates."""
-        W_new, b_new = self._apply(self.T.transposed_solve, W, b)
         if self.s is not None:
-            b_new = b_new + times_mean(W, self.s * self.ratio, self.blocks)
-        return W_new, b_new
+            b = b + times_mean(W, self.s * self.ratio, self.blocks)
+        return self._apply(self.T.transposed_solve, W, b)
 
     def gradient(self, W: Tensor, b: Tensor) -> Pair:
         """Return gradients in the new coordinates."""

@@ -67,9 +67,8 @@ def unpacked(
     """
     numbers = _numbers_of(entries, _kind(kind, rule))
     rule_state = numbers.get("rule", {})
-    if any("pending" in entry for entry in entries.values()):
-        by_place = [entries.get(i, {}) for i in range(len(parameters))]
-        rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in by_place]
+    by_place = [entries.get(i, {}) for i in range(len(parameters))]
+    rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in by_place]
     saved = {(i, number): state for i, entry in entries.items() for number, state in entry.get("layers", {}).items()}
     places = _places(parameters, whitening)
     if saved.keys() != set(places.values()):

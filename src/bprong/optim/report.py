@@ -17,12 +17,7 @@ COLUMNS = {  # of each side, with the values of `side_values`: heading, explanat
     "drift": ("drift", "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test"),
 }
 STEP = ("step", "length of the weight's step at the last refresh")
-RULE_NUMBERS = {  # of lr="auto": letter, explanation
-    "alpha": ("α", "coefficient of the whitened direction"),
-    "mu": ("μ", "coefficient of the last update"),
-    "lambda": ("λ", "damping"),
-    "ratio": ("actual/predicted", "decrease of the loss, relative to that of the quadratic model"),
-}
+RULE_NUMBERS = {"alpha": "α", "mu": "μ", "lambda": "λ", "ratio": "actual/predicted"}  # of lr="auto", as printed
 
 
 def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, Any]:
@@ -66,13 +61,12 @@ class Report:
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
         if self.rule:
             lines.append("step rule: " + ", ".join(self.rule_numbers()))
-        lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
         times = ", ".join(f"{purpose} {fraction:.1%}" for purpose, fraction in self.time.items())
         return "\n".join([*lines, f"share of time since the first step: {times}; the rest is your own code"])
 
     def rule_numbers(self, digits: int = 3) -> list[str]:
         """Return each number of the step rule with its letter."""
-        return [f"{RULE_NUMBERS.get(key, (key,))[0]} {cell(value, digits)}" for key, value in self.rule.items()]
+        return [f"{RULE_NUMBERS.get(key, key)} {cell(value, digits)}" for key, value in self.rule.items()]
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""

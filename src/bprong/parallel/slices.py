@@ -1,8 +1,7 @@
-"""What of a model each rank has: the factors of some layers and, under FSDP2, slices of all parameters (DTensors).
+"""Which models are accepted, and those of FSDP2, of whose parameters each rank has slices (DTensors).
 
-`torch.distributed.fsdp.fully_shard` replaces parameters by DTensors, of which each rank has a slice. Each layer is
-whitened by its owner: slices of gradients are gathered, and the owner broadcasts the direction. Passes of our own need
-the whole model, which `whole_model` gathers for as long as they take. `unwrapped` refuses what is not supported: tensor
+`torch.distributed.fsdp.fully_shard` replaces parameters by DTensors. Passes of our own need the whole model, which
+`whole_model` gathers for as long as they take. `unwrapped` refuses what is not supported: tensor
 parallelism, for example.
 """
 
@@ -10,55 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-
-from bprong.linalg.moments import at_least_float32
-
-if TYPE_CHECKING:
-    from bprong.parallel.processes import Ranks
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What slices of parameters and whole ones are exchanged by; parameters: the rank that has the layers of each."""
-
-    ranks: Ranks
-    parameters: Mapping[Tensor, int]
-
-    def collected(self, values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
-        """Return the values of the parameters that this rank owns, whole, from the slices of all ranks."""
-        owned = {}
-        for p in filter(self.parameters.__contains__, values):
-            value = values[p]
-            part = value.to_local()
-            longest = -(-len(value) // self.ranks.size)  # the last slices may be shorter, or empty
-            padded = part.new_empty(longest, *part.shape[1:])
-            padded[: len(part)] = part
-            parts = self.ranks.gathered(padded)
-            if self.parameters[p] == self.ranks.rank:
-                owned[p] = parts.flatten(0, 1)[: len(value)]
-        return owned
-
-    def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
-        """Return slices of what was computed from values, each by its owner.
-
-        owned: for the parameters that this rank owns, whole, in at least float32
-        """
-        slices = {}
-        for p in filter(self.parameters.__contains__, values):
-            value = values[p]
-            whole = owned.get(p)
-            if whole is None:
-                whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
-            whole = self.ranks.received(whole, self.parameters[p])
-            of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
-            slices[p] = of_all.redistribute(placements=value.placements)
-        return slices
-
 
 # Which models are accepted -------------------------------------------------------------------------------------------
 
@@ -98,8 +51,8 @@ def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
         if wrapper and not (is_sharded and wrapper == "fully_shard"):
             raise ValueError(
                 f"{f'its module {name!r}' if name else 'the model'} is wrapped for {wrapper}, which is not supported. "
-                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel"
-                + (", or shard the whole model too: fully_shard(model)" if fully_sharded else "")
+                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel; for "
+                f"BPRONG and PRONG you can shard the whole model too: fully_shard(model)"
             )
     for name, parameter in model.named_parameters():
         placements = getattr(parameter, "placements", None)  # of a DTensor

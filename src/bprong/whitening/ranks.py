@@ -19,7 +19,6 @@ from bprong.linalg.factors import DESCRIPTION, Damping, Elsewhere, Factor, descr
 from bprong.linalg.low_rank import Backoff
 from bprong.linalg.moments import Blocks, Moments, add_outer, float64_device
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced
-from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
@@ -194,4 +193,5 @@ def share_layers(layers: Layers, ranks: Ranks) -> None:
             for side in layer.sides:
                 side.leave_to(owner)
     if ranks.sharded:
-        layers.sharding = Sharding(ranks, parameters)
+        ranks.parameters = parameters
+        layers.sharding = ranks

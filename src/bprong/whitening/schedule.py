@@ -101,7 +101,10 @@ class Schedule:
 
     def plan(self) -> None:
         """Look ahead from step t; to be called once that step was made, and when layers or intervals changed."""
-        early = [step for step in self._early() if step >= self.t]
+        early: list[int] = []
+        if self.overhead is not None:
+            parts = [] if self.every is None else [self.every // part for part in self._early_parts]
+            early = [step for step in (0, *parts, *self._early_steps) if step >= self.t]
         sides = [(layer.name, side) for layer in self._layers.values() for side in layer.sides]
         steps = {}
         for name in self._periods:
@@ -146,13 +149,6 @@ class Schedule:
         """The first step from t on at which a side is due that is measured once in so many periods."""
         every, offset = self._periods[name] if self.every is None else (self.every, 0)
         return self.t + (offset - self.t) % (every * interval)
-
-    def _early(self) -> set[int]:
-        """The steps at which every side is due: the first one, and some early in the first period."""
-        if self.overhead is None:
-            return set()
-        parts = [] if self.every is None else [self.every // part for part in self._early_parts]
-        return {0, *parts, *self._early_steps}
 
     def state_dict(self) -> dict[str, Any]:
         return {"t": self.t, "seed": self.base_seed, "every": self.every}
