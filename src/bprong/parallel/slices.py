@@ -51,8 +51,8 @@ def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
         if wrapper and not (is_sharded and wrapper == "fully_shard"):
             raise ValueError(
                 f"{f'its module {name!r}' if name else 'the model'} is wrapped for {wrapper}, which is not supported. "
-                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel; for "
-                f"BPRONG and PRONG you can shard the whole model too: fully_shard(model)"
+                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel. "
+                f"For BPRONG and PRONG you can shard the whole model too: fully_shard(model)"
             )
     for name, parameter in model.named_parameters():
         placements = getattr(parameter, "placements", None)  # of a DTensor
