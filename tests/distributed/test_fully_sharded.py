@@ -111,6 +111,7 @@ def test_mixed_precision_trains_as_full_precision_does(found_slowly, rule):
         ("HSDP", "HSDP and tensor parallelism are not supported"),
         ("a part of the model", "shard the whole model too: fully_shard(model)"),
         ("ignored parameters", "parameter '0.weight' is not sharded"),
+        ("columns", "parameter '0.weight' is not sharded by rows"),
         ("FSDP1", "wrapped for FullyShardedDataParallel, which is not supported"),
         ("sharded later", "fully_shard"),
         ("the paper's network", "wrapped for fully_shard, which is not supported"),
