@@ -211,6 +211,10 @@ def test_an_unknown_optimizer_is_refused_unless_carry_is_given():
     bprong.Rewhitening(model, optimizer, "cross_entropy", carry={"momentum_buffer": "velocity"})
     with pytest.raises(ValueError, match="'speed'"):
         bprong.Rewhitening(model, optimizer, "cross_entropy", carry={"momentum_buffer": "speed"})
+    adadelta = torch.optim.Adadelta(model.parameters())  # torch's own, but not among those that are known
+    with pytest.raises(TypeError, match=r"state of Adadelta.*carry="):
+        transports_for(adadelta)
+    assert transports_for(adadelta, {"square_avg": "squares"}) == {"square_avg": "squares"}
 
 
 def test_accumulated_gradients_are_transformed_too():

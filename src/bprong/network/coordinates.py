@@ -173,7 +173,7 @@ def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Tra
     """Return how each tensor of the optimizer's state moves: as in _KNOWN, and as in `carry`, which has precedence."""
     kind = type(optimizer)
     is_torchs = getattr(torch.optim, kind.__name__, None) is kind  # a subclass may use a key otherwise
-    known = _KNOWN.get(kind.__name__) if is_torchs else carry
+    known = _KNOWN.get(kind.__name__, carry) if is_torchs else carry
     if known is None:
         raise TypeError(
             f"it is not known how the state of {kind.__name__} moves with the coordinates; supported are "
