@@ -162,16 +162,14 @@ class Ranks:
     def collected(self, values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
         """Return the values of the parameters that this rank owns, whole, from the slices of all ranks."""
         owned = {}
-        for p, owner in self.parameters.items():
-            if p in values:
-                value = values[p]
-                part = value.to_local()
-                longest = -(-len(value) // self.size)  # the last slices may be shorter, or empty
-                padded = part.new_empty(longest, *part.shape[1:])
-                padded[: len(part)] = part
-                parts = self.gathered(padded)
-                if owner == self.rank:
-                    owned[p] = parts.flatten(0, 1)[: len(value)]
+        for p, value in values.items():
+            part = value.to_local()
+            longest = -(-len(value) // self.size)  # the last slices may be shorter, or empty
+            padded = part.new_empty(longest, *part.shape[1:])
+            padded[: len(part)] = part
+            parts = self.gathered(padded)
+            if self.parameters[p] == self.rank:
+                owned[p] = parts.flatten(0, 1)[: len(value)]
         return owned
 
     def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
@@ -180,14 +178,13 @@ class Ranks:
         owned: for the parameters that this rank owns, whole, in at least float32
         """
         slices = {}
-        for p, owner in self.parameters.items():
-            if p in values:
-                value = values[p]
-                whole = owned.get(p)
-                if whole is None:
-                    whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
-                of_all = type(value).from_local(self.received(whole, owner), value.device_mesh, run_check=False)
-                slices[p] = of_all.redistribute(placements=value.placements)
+        for p, value in values.items():
+            whole = owned.get(p)
+            if whole is None:
+                whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
+            whole = self.received(whole, self.parameters[p])
+            of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
+            slices[p] = of_all.redistribute(placements=value.placements)
         return slices
 
     def _to_send(self, values: Tensor) -> Tensor:

@@ -65,6 +65,9 @@ class Layers(dict[str, Layer]):
         """
         into: dict[Tensor, Tensor] = {}
         sharding = self.sharding
+        if sharding is not None:  # layers may have been left to the fallback rule since parameters were assigned
+            covered = self.parameters
+            values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
         layers = self.values() if sharding is None else filter(self.is_own, self.values())
         pairs = {layer: layer.gradients(whole_values) for layer in layers}
