@@ -181,10 +181,22 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+class Read(nn.Module):
+    """The weight of one layer is also read in a way that cannot be recorded: it is left to the fallback rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(10, 12)
+        self.read = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.read(torch.tanh(self.body(x))) + self.read.weight.sum(dim=1)
+
+
 def other_models(rank, size):
     """Models at lr="auto", sharded as a whole; the parameters after six steps."""
     found = {}
-    for name, kind in {"checkpointed": Checkpointed, "tied": Tied}.items():
+    for name, kind in {"checkpointed": Checkpointed, "tied": Tied, "read": Read}.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, _, step = training(Case(model=kind), wrap=fully_shard, options=EXACT)

@@ -88,7 +88,11 @@ def test_a_forward_pass_before_the_step_changes_nothing(found_slowly):
         assert torch.equal(without, with_one)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("checkpointed", fully_sharded.Checkpointed), ("tied", fully_sharded.Tied)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("checkpointed", fully_sharded.Checkpointed), ("tied", fully_sharded.Tied), ("read", fully_sharded.Read)],
+)
+@pytest.mark.filterwarnings("ignore:layer 'read' follows the fallback rule:bprong.WhiteningWarning")
 @pytest.mark.rest
 def test_other_models_take_the_path_of_one_process(found_slowly, name, kind):
     case = cases.Case(model=kind, arguments={"options": cases.EXACT}, steps=6)
