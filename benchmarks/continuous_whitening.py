@@ -46,7 +46,7 @@ def periodic(every: int, **options: Any) -> dict[str, Any]:
 
 
 def continuous(every: int, rate: float) -> dict[str, Any]:
-    return periodic(every, backward_offset=0, refresh="continuous", rate=rate, **CHOLESKY)
+    return periodic(every, backward_offset=0, rate=rate, **CHOLESKY)
 
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {  # colour, settings of Rewhitening
@@ -54,7 +54,6 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {  # colour, settings of Rewh
     "periodic 100, average 0.9": ("0.35", periodic(100, average=0.9, **CHOLESKY)),
     "periodic 10, average 0.95": (figures.VIOLET, periodic(10, average=0.95, **CHOLESKY)),
     "periodic 20, average 0.95": (figures.BLUE, periodic(20, average=0.95, **CHOLESKY)),
-    "periodic 50, average 0.95 of every 5th": (figures.GREEN, periodic(50, average=0.95, record_every=5, **CHOLESKY)),
     "continuous every 1, rate 0.02": (figures.OCHRE, continuous(1, 0.02)),
     "continuous every 5, rate 0.05": (figures.VERMILION, continuous(5, 0.05)),
     "continuous every 10, rate 0.1": (figures.PURPLE, continuous(10, 0.1)),

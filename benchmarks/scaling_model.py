@@ -87,8 +87,7 @@ def refresh(matrices: Sequence[Matrix], rows: int, ranks: int, sharded: bool) ->
 def step(matrices: Sequence[Matrix], ranks: int, sharded: bool) -> Cost:
     """A step of a natural rule at a fixed rate.
 
-    Sharded, slices of each gradient go to its owner, and slices of the direction come back. These exchanges are counted
-    as if one waited for the other; those with different owners may overlap.
+    Sharded, slices of each gradient are gathered, and its owner broadcasts the direction, parameter by parameter.
     """
     products = sum(2 * m.size * (min(m.inputs, 4096) + min(m.outputs, 4096)) for m in matrices)
     if not sharded:

@@ -50,10 +50,10 @@ def main() -> float:
     torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     print("distance from white after " + "".join(f"{step:>6}" for step in TIMES) + " steps; largest")
     found = {}
-    for refresh in ("periodic", "continuous"):
-        found[refresh] = train(refresh=refresh)
-        shown = "".join(f"{found[refresh][step]:6.2f}" for step in TIMES)
-        print(f"{refresh:<25} {shown}{max(found[refresh].values()):15.2f}")
+    for name, rate in (("periodic", None), ("continuous", 0.05)):
+        found[name] = train(rate=rate)
+        shown = "".join(f"{found[name][step]:6.2f}" for step in TIMES)
+        print(f"{name:<25} {shown}{max(found[name].values()):15.2f}")
     return max(found["continuous"].values()) / max(found["periodic"].values())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DataParallel
 
 import bprong
-from bprong.checks import integer, number, one_of, pair, period, positive
+from bprong.checks import integer, number, one_of, period, positive
 from bprong.parallel.slices import unwrapped, wrapper_of
 from helpers import mlp
 
@@ -92,16 +92,6 @@ def test_a_choice_is_returned_or_refused_with_all_choices():
     assert one_of("fisher", "exact", ("sampled", "exact")) == "exact"
     with pytest.raises(ValueError, match=r"fisher must be one of \('sampled', 'exact'\), not 'true'"):
         one_of("fisher", "true", ("sampled", "exact"))
-
-
-def test_samples_are_inputs_with_or_without_targets():
-    x = torch.ones(2)
-    assert pair(None) is None
-    assert pair(x) == (x, None)
-    assert pair((x, "y")) == (x, "y")
-    assert pair([x]) == ([x], None)
-    with pytest.raises(ValueError, match=r"not a tuple of 3; give several inputs as \(\(x1, x2\), y\)"):
-        pair((x, x, x))
 
 
 class FullyShardedLike(torch.nn.Module):

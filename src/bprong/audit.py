@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bprong.capture.measure import record
 from bprong.capture.request import Request
-from bprong.capture.weights import WeightMatrix, weight_matrices_of, weight_matrix_of
+from bprong.capture.weights import weight_matrices_of, weight_matrix_of
 from bprong.likelihood.declared import Declaration, declared_loss
 from bprong.linalg.moments import Limits, Moments, finite, float64_copy
 from bprong.network.layers import WhitenedLinear
@@ -57,33 +57,26 @@ def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFa
     Convolutions, and layers that are whitened in several blocks, are left out. The errors of all examples are stored.
     """
     factors = []
-    for weight, z_bar, errors in _measured(model, x, loss, rows=True):
-        delta = float64_copy(errors.values)
-        R = getattr(weight.module, "R", None)
-        if R is not None:
-            delta = delta @ float64_copy(R).T
-        delta = delta.view(-1, *z_bar.shape[:2], delta.shape[-1])
-        factors.append(FisherFactors(weight.name, z_bar, delta, errors.weight))
+    for name, z_bar, errors, targets in _measured(model, x, loss, rows=True):
+        delta = errors.view(-1, *z_bar.shape[:2], errors.shape[-1])
+        factors.append(FisherFactors(name, z_bar, delta, targets))
     return factors
 
 
 def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
     """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates; errors of examples are not stored."""
     sides = {}
-    for weight, z_bar, errors in _measured(model, x, loss, rows=False):
-        D = errors.second
-        R = getattr(weight.module, "R", None)
-        if R is not None:
-            D = float64_copy(R) @ D @ float64_copy(R).T
+    for name, z_bar, D, _ in _measured(model, x, loss, rows=False):
         rows = z_bar.flatten(0, 1)
-        sides[weight.name] = rows.T @ rows / len(rows), D
+        sides[name] = rows.T @ rows / len(rows), D
     return sides
 
 
-def _measured(
-    model: nn.Module, x: Any, loss: Declaration, rows: bool
-) -> Iterator[tuple[WeightMatrix, Tensor, Moments]]:
-    """Yield the weights that the audit supports, with z̄ and the moments of errors; rows: see `Request`."""
+def _measured(model: nn.Module, x: Any, loss: Declaration, rows: bool) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """Yield the name, z̄, the errors and the number of targets of each layer that the audit supports.
+
+    rows: whether the errors are those of all examples, or E[δδᵀ]
+    """
     weights = {}  # whose z is not centred
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
@@ -106,9 +99,15 @@ def _measured(
             raise ValueError(f"{weight.name} is called more than once in a forward pass; the audit supports one call")
         if not (finite(z) and layer.delta.finite):
             raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
+        errors = float64_copy(layer.delta.values) if rows else layer.delta.second
         if weight.module is not None:
             z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-        yield weight, z if weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0), layer.delta
+            R = weight.module.R
+            if R is not None:
+                errors = errors @ float64_copy(R).T
+                errors = errors if rows else float64_copy(R) @ errors
+        z_bar = z if weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0)
+        yield weight.name, z_bar, errors, layer.delta.weight
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -145,12 +144,10 @@ def identity_measures(eigenvalues: Tensor, off_block: float = 0.0, eps: float = 
     double = torch.finfo(torch.float64)
     largest = float(eigenvalues.max())
     nonzero = eigenvalues[eigenvalues > largest * n * max(double.eps, eps**2)]
+    root_mean_square = eigenvalues.square().mean().clamp(min=double.tiny).sqrt()
     return {
         "distance": float((eigenvalues - 1).norm()) / n**0.5,
-        "distance_scaled": max(
-            0.0, 1 - float(eigenvalues.sum() ** 2 / eigenvalues.square().sum().clamp(min=double.tiny)) / n
-        )
-        ** 0.5,
+        "distance_scaled": float(eigenvalues.std(correction=0) / root_mean_square),
         "condition": largest / float(nonzero.min()) if len(nonzero) else float("inf"),
         "rank": len(nonzero) / n,
         "near_one": float(((eigenvalues >= 0.5) & (eigenvalues <= 2)).double().mean()),
@@ -180,9 +177,8 @@ def audit(model: nn.Module, x: Any, loss: Declaration) -> dict[str, Any]:
     sizes = [len(Z) * len(D) for Z, D in sides.values()]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     if sum(sizes) <= EXACT_UP_TO:
-        measures = {
-            kind: matrix_measures(G, sizes, eps) for kind, G in fisher_matrices(fisher_factors(model, x, loss)).items()
-        }
+        matrices = fisher_matrices(fisher_factors(model, x, loss))
+        measures = {kind: matrix_measures(G, sizes, eps) for kind, G in matrices.items()}
     else:
         measures = {"block": identity_measures(block_eigenvalues(sides), eps=eps)}
     white = {name: {"z": _distance_from_white(Z), "delta": _distance_from_white(D)} for name, (Z, D) in sides.items()}

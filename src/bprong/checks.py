@@ -15,15 +15,6 @@ def period(kind: str, every: int, offset: int | None) -> tuple[int, int]:
     return tau, tau // 2 if offset is None else integer(f"{kind}_offset", offset, 0, tau)
 
 
-def pair(samples: Any) -> Any:
-    """Return (x, y) from x or from (x, y); None stays None."""
-    if isinstance(samples, tuple) and len(samples) != 2:
-        raise ValueError(
-            f"samples must be x or (x, y), not a tuple of {len(samples)}; give several inputs as ((x1, x2), y)"
-        )
-    return samples if samples is None or isinstance(samples, tuple) else (samples, None)
-
-
 def number(kind: str, value: float, minimum: float, below: float = math.inf) -> float:
     """Return a finite number of at least `minimum` and less than `below`; raise ValueError for anything else.
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import bprong
@@ -180,10 +181,22 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+class Read(nn.Module):
+    """The weight of one layer is also read in a way that cannot be recorded: it is left to the fallback rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(10, 12)
+        self.read = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.read(torch.tanh(self.body(x))) + self.read.weight.sum(dim=1)
+
+
 def other_models(rank, size):
     """Models at lr="auto", sharded as a whole; the parameters after six steps."""
     found = {}
-    for name, kind in {"checkpointed": Checkpointed, "tied": Tied}.items():
+    for name, kind in {"checkpointed": Checkpointed, "tied": Tied, "read": Read}.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, _, step = training(Case(model=kind), wrap=fully_shard, options=EXACT)
@@ -224,6 +237,7 @@ def refused(rank, size):
     fully_shard(partly[0])
     ignoring = made(Case())
     fully_shard(ignoring, ignored_params={ignoring[0].weight})
+    by_columns = fully_shard(made(Case()), shard_placement_fn=lambda p: Shard(p.ndim - 1))
     later = made(Case())
     optimizer = bprong.BPRONG(later, nn.CrossEntropyLoss())
     fully_shard(later)
@@ -237,6 +251,7 @@ def refused(rank, size):
         "HSDP": made_with(fully_shard(made(Case()), mesh=mesh)),
         "a part of the model": made_with(partly),
         "ignored parameters": made_with(ignoring),
+        "columns": made_with(by_columns),
         "FSDP1": made_with(FullyShardedDataParallel(made(Case()), device_id=torch.device("cpu"))),
         "sharded later": raised(train_later),
         "the paper's network": raised(lambda: bprong.Rewhitening(fully_shard(made(Case())), None, "cross_entropy")),

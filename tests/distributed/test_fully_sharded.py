@@ -88,7 +88,11 @@ def test_a_forward_pass_before_the_step_changes_nothing(found_slowly):
         assert torch.equal(without, with_one)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("checkpointed", fully_sharded.Checkpointed), ("tied", fully_sharded.Tied)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("checkpointed", fully_sharded.Checkpointed), ("tied", fully_sharded.Tied), ("read", fully_sharded.Read)],
+)
+@pytest.mark.filterwarnings("ignore:layer 'read' follows the fallback rule:bprong.WhiteningWarning")
 @pytest.mark.rest
 def test_other_models_take_the_path_of_one_process(found_slowly, name, kind):
     case = cases.Case(model=kind, arguments={"options": cases.EXACT}, steps=6)
@@ -111,6 +115,7 @@ def test_mixed_precision_trains_as_full_precision_does(found_slowly, rule):
         ("HSDP", "HSDP and tensor parallelism are not supported"),
         ("a part of the model", "shard the whole model too: fully_shard(model)"),
         ("ignored parameters", "parameter '0.weight' is not sharded"),
+        ("columns", "parameter '0.weight' is not sharded by rows"),
         ("FSDP1", "wrapped for FullyShardedDataParallel, which is not supported"),
         ("sharded later", "fully_shard"),
         ("the paper's network", "wrapped for fully_shard, which is not supported"),

@@ -81,8 +81,7 @@ def test_numbers_of_an_earlier_version_are_left_out_of_a_state() -> None:
     trained(2, model, optimizer)
     state = optimizer.state_dict()
     (entry,) = [own["bprong"] for own in state["state"].values() if "optimizer" in own["bprong"]]
-    (rules,) = entry["optimizer"].values()
-    (numbers,) = rules.values()
+    (numbers,) = entry["optimizer"].values()
     numbers["rule"]["promised"] = 0.5
     other = bprong.BPRONG(copy.deepcopy(model), nn.CrossEntropyLoss())
     other.load_state_dict(state)

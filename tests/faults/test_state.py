@@ -84,9 +84,11 @@ def test_a_state_of_another_kind_is_refused_and_nothing_changes(ours: str, their
 
 
 @pytest.mark.parametrize("ours", OURS)
-def test_the_state_names_the_class_that_it_is_of(ours: str) -> None:
+def test_the_state_names_the_class_and_the_rule_that_it_is_of(ours: str) -> None:
     """As a key, so that `torch.load(weights_only=True)` and distributed checkpoints keep it."""
-    assert list(state_of(ours)["state"][0]["bprong"]["optimizer"]) == [ours.split("(", maxsplit=1)[0]]
+    rule = "Automatic" if "auto" in ours else "FixedRate"
+    expected = f"{ours.split('(', maxsplit=1)[0]} with the step rule {rule}"
+    assert list(state_of(ours)["state"][0]["bprong"]["optimizer"]) == [expected]
 
 
 @RATES

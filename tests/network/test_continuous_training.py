@@ -16,7 +16,7 @@ from bprong.network.continuous import centred_rows
 from bprong.network.layers import WhitenedLayer
 from helpers import assert_close, assert_unchanged, classification, input_moments, layers_of, mlp, quick_cases, snapshot
 
-NOW = {"refresh": "continuous", "forward_every": 1, "backward_every": 1, "backward_offset": 0}
+NOW = {"rate": 0.05, "forward_every": 1, "backward_every": 1, "backward_offset": 0}
 
 
 def whitened(*widths, kind=torch.optim.SGD, dtype=torch.float64, phi=nn.Tanh, **options):
@@ -171,19 +171,15 @@ def test_resuming_continues_bit_for_bit(kind, damping):
 
 
 def test_options_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="refresh must be one of"):
-        whitened(5, 3, refresh="always")
     with pytest.raises(ValueError, match="rate must be"):
         whitened(5, 3, rate=1.0)
-    with pytest.raises(ValueError, match='rate has no effect with refresh="periodic"'):
-        whitened(5, 3, refresh="periodic", rate=0.1)
     with pytest.raises(ValueError, match="averages over batches by its rate"):
         whitened(5, 3, average=0.5)
     with pytest.raises(ValueError, match="averages over batches by its rate"):
-        whitened(5, 3, samples=torch.ones(2, 5, dtype=torch.float64))
+        whitened(5, 3, samples=(torch.ones(2, 5), None))
     model = bprong.whiten_(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 3)))
     with pytest.raises(ValueError, match="layer '0': its forward side is whitened as 2 × 18, and only"):
-        bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", refresh="continuous")
+        bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", rate=0.05)
 
 
 def test_convolutions_of_one_group_and_layers_with_frozen_biases_are_whitened_too():
@@ -230,6 +226,6 @@ def test_frozen_layers_are_left_alone_and_do_not_cause_factorisations():
 def test_the_blocked_outputs_of_a_forward_only_layer_do_not_matter():
     model = bprong.whiten_(nn.Sequential(nn.Linear(4, 6)), backward=False, max_dim=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", refresh="continuous", forward_every=1)
+    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", rate=0.05, forward_every=1)
     assert len(rewhitening.step(torch.randn(10, 4))) == 1
     assert rewhitening.step(torch.randn(10, 4)) == []

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import bprong
 from bprong import WhiteningError
@@ -129,7 +130,7 @@ def test_the_rules_hold_in_groups_and_blocks(blocks, seed, side):
 @pytest.mark.parametrize("side", ["forward", "backward"])
 def test_a_change_that_would_move_the_outputs_is_refused_and_nothing_changes(side, wrong):
     """Its multiplier is not the one that belongs to the new U or R."""
-    layer = bprong.WhitenedLinear(4, 3, dtype=f64)
+    layer = bprong.WhitenedLinear(nn.Linear(4, 3, dtype=f64))
     before = snapshot(layer)
     probe = torch.randn(5, 4, dtype=f64)
     held = layer.U if side == "forward" else layer.R
@@ -141,7 +142,7 @@ def test_a_change_that_would_move_the_outputs_is_refused_and_nothing_changes(sid
 
 
 def test_outputs_are_compared_with_new_tensors_without_storing_them():
-    layer = bprong.WhitenedLinear(4, 3, dtype=f64)
+    layer = bprong.WhitenedLinear(nn.Linear(4, 3, dtype=f64))
     before = snapshot(layer)
     probe = torch.randn(5, 4, dtype=f64)
     check_outputs(layer, {"U": layer.U / 2, "weight_dagger": layer.weight_dagger.detach() * 2}, probe)

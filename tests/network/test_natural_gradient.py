@@ -1,5 +1,7 @@
 """The claims of the method: white statistics, the K-FAC step, the natural gradient and its invariances."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,8 +58,7 @@ def centred_kfac_step(W_grad, b_grad, Z, c, D, forward_damping, backward_damping
 def test_one_sgd_step_is_the_centred_kfac_step(solver, loss):
     x, y = classification(40, 5, 3)
     plain = mlp(5, 4, 3)
-    model = bprong.whiten_(mlp(5, 4, 3))
-    model.load_state_dict(plain.state_dict())
+    model = bprong.whiten_(copy.deepcopy(plain))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bprong.Rewhitening(
         model, optimizer, loss, fisher="exact", solver=solver,
@@ -83,8 +84,7 @@ def test_for_one_gaussian_layer_it_is_the_exact_natural_gradient():
     x, _ = classification(30, 4, 3)
     y = torch.randn(30, 3, dtype=torch.float64)
     plain = mlp(4, 3)
-    model = bprong.whiten_(mlp(4, 3))
-    model.load_state_dict(plain.state_dict())
+    model = bprong.whiten_(copy.deepcopy(plain))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     bprong.Rewhitening(model, optimizer, "gaussian", fisher="exact", forward_damping=0, backward_damping=0, **NOW).step(
         x

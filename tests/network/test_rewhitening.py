@@ -132,7 +132,7 @@ def test_the_two_sides_are_refreshed_together_or_apart():
         model, optimizer, "cross_entropy", forward_every=3, backward_every=3, backward_offset=0
     )
     sides = [[r.side for r in together.step(x)] for _ in range(4)]
-    both = ["forward", "forward", "backward", "backward"]
+    both = ["forward", "backward", "forward", "backward"]
     assert sides == [both, [], [], both]
     apart = bprong.Rewhitening(
         model, optimizer, "cross_entropy", forward_every=4, forward_offset=1, backward_every=2, backward_offset=0

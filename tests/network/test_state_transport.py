@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import bprong
 from bprong.capture.measure import record
@@ -210,6 +211,10 @@ def test_an_unknown_optimizer_is_refused_unless_carry_is_given():
     bprong.Rewhitening(model, optimizer, "cross_entropy", carry={"momentum_buffer": "velocity"})
     with pytest.raises(ValueError, match="'speed'"):
         bprong.Rewhitening(model, optimizer, "cross_entropy", carry={"momentum_buffer": "speed"})
+    adadelta = torch.optim.Adadelta(model.parameters())  # torch's own, but not among those that are known
+    with pytest.raises(TypeError, match=r"state of Adadelta.*carry="):
+        transports_for(adadelta)
+    assert transports_for(adadelta, {"square_avg": "squares"}) == {"square_avg": "squares"}
 
 
 def test_accumulated_gradients_are_transformed_too():
@@ -270,7 +275,7 @@ def test_momentum_is_exact_if_the_bias_has_another_learning_rate(factor):
 @pytest.mark.parametrize(("rates", "expected"), [((0.1, 0.2), 0.5), ((0.0, 0.0), 1.0), ((0.1, 0.0), 0.0)])
 def test_the_velocity_of_a_weight_enters_that_of_its_bias_by_the_ratio_of_their_rates(rates, expected):
     """b†' = b† + W†s, so with zero gradients the bias's buffer changes by the ratio times m_W s."""
-    layer = bprong.WhitenedLinear(4, 3, dtype=torch.float64)
+    layer = bprong.WhitenedLinear(nn.Linear(4, 3, dtype=torch.float64))
     groups = [{"params": [p], "lr": lr} for p, lr in zip(layer.parameters(), rates, strict=True)]
     optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
     velocity = torch.randn(3, 4, dtype=torch.float64)
@@ -299,7 +304,7 @@ def test_each_state_of_rmsprop_is_transformed_in_its_own_way():
 
 @pytest.mark.parametrize("kept", ["weight", "bias"])
 def test_state_of_the_weight_or_the_bias_alone_is_transformed(kept):
-    layer = bprong.WhitenedLinear(4, 3, dtype=torch.float64)
+    layer = bprong.WhitenedLinear(nn.Linear(4, 3, dtype=torch.float64))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     parameter = layer.weight_dagger if kept == "weight" else layer.bias_dagger
     optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter.data)

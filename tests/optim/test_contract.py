@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import bprong
-from bprong.optim import Periods
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 from training import EXACT, batches, literal, train
 
@@ -165,9 +164,7 @@ def resumable():
     torch.manual_seed(3)
     torch.set_num_threads(1)
     model = mlp(5, 6, 3, dtype=torch.float32)
-    optimizer = bprong.BPRONG(
-        model, "cross_entropy", lr=0.05, momentum=0.9, every=Periods(7, record_every=3), options={"average": 0.8}
-    )
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.05, momentum=0.9, every=7, options={"average": 0.8})
     return model, optimizer, list(batches(*classification(90, 5, 3, dtype=torch.float32), 20, 87))
 
 
@@ -316,10 +313,10 @@ def test_a_checkpoint_of_another_step_rule_is_refused_with_nothing_changed():
     fixed = bprong.BPRONG(model, "cross_entropy", lr=0.01)
     train(model, fixed, [(x, y)])
     automatic = bprong.BPRONG(model, "cross_entropy", lr="auto")
-    with pytest.raises(ValueError, match="step rule FixedRate, and this optimizer has Automatic"):
+    with pytest.raises(ValueError, match="step rule FixedRate, and this is BPRONG with the step rule Automatic"):
         automatic.load_state_dict(fixed.state_dict())
     assert automatic.param_groups[0]["lr"] == 1.0
-    with pytest.raises(ValueError, match="step rule Automatic, and this optimizer has FixedRate"):
+    with pytest.raises(ValueError, match="step rule Automatic, and this is BPRONG with the step rule FixedRate"):
         fixed.load_state_dict(automatic.state_dict())
     assert fixed.param_groups[0]["lr"] == 0.01
 

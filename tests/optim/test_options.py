@@ -88,7 +88,7 @@ CHANGES = [
     {"weight_decay": 0.1}, {"forward_damping": 0.1}, {"backward_damping": 0.1}, {"every": 4}, {"max_step": 0.01},
     {"every": Periods(4, backward_every=3)}, {"every": Periods(3, forward_offset=1)},
     {"every": Periods(3, backward_every=4)}, {"every": Periods(3, backward_offset=1)},
-    {"every": Periods(3, record_every=2)}, {"every": Periods(3, refresh="drift")},
+    {"every": Periods(3, refresh="drift")},
 ]  # fmt: skip
 OPTIONS = [
     {"fisher": "exact"}, {"fisher": "empirical"}, {"average": 0.5}, {"seed": 5},
@@ -186,11 +186,6 @@ def test_low_rank_factors_resume_bit_for_bit():
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (
-            bprong.BPRONG,
-            {"every": Periods(4, record_every=2, refresh="drift")},
-            'record_every would have no effect: it needs refresh="per',
-        ),
         (
             bprong.PRONG,
             {"every": Periods(4, backward_every=2)},

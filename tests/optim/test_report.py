@@ -31,24 +31,12 @@ def test_the_report_is_plain_data():
     assert row["forward_age"] == row["backward_age"] == 2
     assert row["forward_damping"] == pytest.approx(0.2)
     assert row["backward_damping"] == pytest.approx(0.015)
-    assert 1 <= row["forward_directions"] <= 5
     assert row["step_norm"] > 0
     assert row["forward_drift"] is None, "sides that are refreshed periodically are not tested for drift"
     assert set(report.fallback) == {"3.weight", "3.bias"}
     assert report.rule == {}
     assert set(report.time) == {"statistics", "factorisation", "step"}
     assert 0 < sum(report.time.values()) < 1
-
-
-def test_the_effective_number_of_directions_is_the_rank_of_a_projection():
-    """tr(Ž)² / tr(Ž²): with k directions of equal variance it is k."""
-    model = mlp(5, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, options={"average": 0.0})
-    x = torch.zeros(6, 5, dtype=torch.float64)
-    x[0::2, :3] = torch.eye(3, dtype=torch.float64)
-    x[1::2, :3] = -torch.eye(3, dtype=torch.float64)
-    train(model, optimizer, [(x, torch.zeros(6, dtype=torch.long))])
-    assert optimizer.report().layers[0]["forward_directions"] == pytest.approx(3)
 
 
 def test_the_drift_is_that_of_the_last_test():

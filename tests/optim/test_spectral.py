@@ -143,7 +143,7 @@ def test_rewhitening_with_muon_and_adam_for_biases(turn):
     every = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
     solvers = ["eigh", "cholesky"] if turn else ["eigh", "eigh"]
     rewhitenings = [
-        bprong.Rewhitening(model, [muon, adam], "mse", fisher="exact", samples=x, solver=solver, **every)
+        bprong.Rewhitening(model, [muon, adam], "mse", fisher="exact", samples=(x, None), solver=solver, **every)
         for solver in solvers
     ]
     rewhitenings[0].step()
@@ -173,7 +173,7 @@ def test_muons_average_moves_with_that_of_the_bias():
     sgd.state[layer.weight_dagger]["momentum_buffer"] = M_W.clone()
     adam.state[layer.bias_dagger] = {"step": torch.tensor(1.0), "exp_avg": M_b.clone(), "exp_avg_sq": M_b.square()}
     rewhitening = bprong.Rewhitening(
-        model, [sgd, adam], "cross_entropy", fisher="exact", carry=[{"momentum_buffer": "gradient"}, None],
+        model, [sgd, adam], "cross_entropy", fisher="exact", carry={"momentum_buffer": "gradient"},
         backward_offset=0,
     )  # fmt: skip
     rewhitening.step(x)
@@ -216,7 +216,7 @@ def test_a_gradient_is_not_taken_for_an_average(cleared):
             other = layer.bias_dagger if cleared == "weight" else layer.weight_dagger
             other.grad = torch.full_like(other, 7.0)
         rewhitening = bprong.Rewhitening(
-            model, [sgd, adam], "cross_entropy", fisher="exact", carry=[{"momentum_buffer": "gradient"}, None],
+            model, [sgd, adam], "cross_entropy", fisher="exact", carry={"momentum_buffer": "gradient"},
             backward_offset=0,
         )  # fmt: skip
         rewhitening.step(x)

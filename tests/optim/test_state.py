@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bprong.optim import Periods
 from helpers import assert_close, assert_unchanged, quick_cases, snapshot
 from layered import build, data, make, train
 
@@ -33,7 +32,7 @@ torch.save(model.state_dict(), sys.argv[5])
 def resumable(problem):
     torch.set_num_threads(1)
     model = make(problem, torch.float32, dropout=0.2)
-    optimizer = build(model, lr=0.005, momentum=0.9, every=Periods(7, record_every=3), options={"average": 0.8})
+    optimizer = build(model, lr=0.005, momentum=0.9, every=7, options={"average": 0.8})
     return model, optimizer, data(problem, 42, dtype=torch.float32)
 
 
@@ -73,7 +72,7 @@ def test_each_step_is_as_long_as_the_scheduler_says(problem):
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_deepcopy_and_pickle(problem, clone):
     model = make(problem)
-    optimizer = build(model, every=Periods(3, record_every=2), options={"average": 0.5})
+    optimizer = build(model, every=2, options={"average": 0.5})
     train(model, optimizer, data(problem, 4))
     other, other_optimizer = clone((model, optimizer))
     at = snapshot(other)

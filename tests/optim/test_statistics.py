@@ -276,15 +276,15 @@ def test_containers_can_be_changed_after_the_call():
 def test_periods_offsets_and_averages():
     x, y = classification(60, 5, 3)
     model = mlp(5, 3)
-    periods = Periods(forward_every=5, forward_offset=4, backward_every=3, backward_offset=1, record_every=2)
+    periods = Periods(forward_every=2, forward_offset=1, backward_every=3, backward_offset=1)
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.0, every=periods, options={"average": 0.5})
     data = list(batches(x, y, 10, 6))
     ages = []
     for batch in data:
         train(model, optimizer, [batch])
         ages.append(tuple(optimizer.report().layers[0].get(f"{side}_age") for side in ("forward", "backward")))
-    assert ages == [(None, None), (None, 1), (None, 2), (None, 3), (1, 1), (2, 2)]
-    means = [data[t][0].mean(0) for t in (0, 2, 4)]
+    assert ages == [(None, None), (1, 1), (2, 2), (1, 3), (2, 1), (1, 2)]
+    means = [data[t][0].mean(0) for t in (1, 3, 5)]
     assert_close(layer_of(optimizer).c, (means[0] / 4 + means[1] / 2 + means[2]) / 1.75, 1e-12)
 
 

@@ -78,7 +78,7 @@ def test_a_layer_is_measured_at_the_first_step_that_uses_it(rule, t):
     assert layer.forward.refreshed_at == t or whitening.schedule.t % 10 == 1
 
 
-@pytest.mark.parametrize("periods", [Periods(10, record_every=1), Periods(10, 2, backward_offset=3)], ids=str)
+@pytest.mark.parametrize("periods", [Periods(10), Periods(10, 2, backward_offset=3)], ids=str)
 @pytest.mark.parametrize("rule", [explicit, auto])
 def test_both_sides_of_it_are_refreshed_whatever_the_schedule(rule, periods):
     model, optimizer = made(rule, every=periods, options={"average": 0.5})

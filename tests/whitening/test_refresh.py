@@ -63,7 +63,7 @@ def test_every_side_that_was_measured_is_taken_with_its_damping():
     updated = update(layers, measured(layers), 0.0)
     refresh(layers, updated, schedule, damping, lambda *arguments: taken.append(arguments))
     assert [(layer.name, side.name, epsilon.value) for layer, side, _, epsilon, _ in taken] == [
-        ("0", "forward", 0.1), ("1", "forward", 0.1), ("0", "backward", 0.03), ("1", "backward", 0.03),
+        ("0", "forward", 0.1), ("0", "backward", 0.03), ("1", "forward", 0.1), ("1", "backward", 0.03),
     ]  # fmt: skip
     assert all(moments is side.moments for _, side, moments, _, _ in taken)
     assert all(side.refreshed_at == 5 for layer in layers.values() for side in layer.sides)

@@ -36,11 +36,9 @@ def layer_of(inputs, outputs, rows=100.0, backward=True):
     return layer
 
 
-def schedule(
-    two_sided=True, layers=None, forward=(4, 0), backward=(6, None), record_every=None, refresh="periodic", **others
-):
+def schedule(two_sided=True, layers=None, forward=(4, 0), backward=(6, None), refresh="periodic", **others):
     layers = Layers([layer_of(3, 2, backward=two_sided)]) if layers is None else layers
-    return Schedule(layers, Periods(*forward, *backward, record_every, refresh), **({"seed": 3} | others))
+    return Schedule(layers, Periods(*forward, *backward, refresh), **({"seed": 3} | others))
 
 
 def at(clock, steps, read):
@@ -79,15 +77,6 @@ def test_the_next_step_that_measures_something_is_known_before():
         assert clock.is_due or clock.refreshed == []
 
 
-def test_recording_measures_all_sides_and_refreshes_none():
-    clock = schedule(average=0.5, record_every=5)
-    assert at(clock, 11, lambda clock: clock.is_due) == [t in (0, 3, 4, 5, 8, 9, 10) for t in range(11)]
-    clock.t = 5
-    clock.plan()
-    assert measured(clock) == {"forward": {""}, "backward": {""}}
-    assert clock.refreshed == []
-
-
 def test_the_state_restores_the_clock():
     clock = schedule()
     clock.t = 7
@@ -95,8 +84,6 @@ def test_the_state_restores_the_clock():
     other.load_state_dict(clock.state_dict())
     assert other.t == 7
     assert other.seed == clock.seed
-    with pytest.raises(ValueError, match=r"has t, seed and every; this one has \['t'\]"):
-        other.load_state_dict({"t": 1})
 
 
 def test_every_step_has_a_seed_of_its_own():
@@ -120,8 +107,6 @@ def test_every_step_has_a_seed_of_its_own():
         ({"fisher": "true"}, "fisher must be one of .*'sampled'"),
         ({"average": 1.0}, "average must be .* less than 1"),
         ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
-        ({"record_every": -1, "average": 0.5}, "record_every"),
-        ({"record_every": 5}, "give average too"),
     ],
 )
 def test_errors_about_settings_say_what_is_allowed(given, message):

@@ -207,7 +207,7 @@ def test_the_state_restores_everything_that_later_refreshes_depend_on(solver):
     side.interval = 4
     side.failures = 2
     file = io.BytesIO()
-    torch.save(side.state_dict(), file)
+    torch.save(side.state_dict(LIKE), file)
     file.seek(0)
     restored = Side("backward", Blocks(40), solver)
     restored.load_state_dict(torch.load(file, weights_only=True), LIKE)
@@ -222,7 +222,7 @@ def test_the_state_restores_everything_that_later_refreshes_depend_on(solver):
 
 def test_averages_in_place_do_not_change_a_state_that_was_saved_or_loaded():
     side = refreshed(Side("forward", Blocks(3)), input_moments(rows(5, 3)))
-    state = side.state_dict()
+    state = side.state_dict(LIKE)
     before = state["scatter"].clone()
     restored = Side("forward", Blocks(3))
     restored.load_state_dict(state, LIKE)
@@ -234,13 +234,13 @@ def test_averages_in_place_do_not_change_a_state_that_was_saved_or_loaded():
 def test_a_slice_of_a_groups_inverses_is_saved_alone():
     several = torch.stack([spd(5, i) for i in range(50)])
     file = io.BytesIO()
-    torch.save(Side("forward", Blocks(5), factor=Dense(several[3], Blocks(5))).state_dict(), file)
+    torch.save(Side("forward", Blocks(5), factor=Dense(several[3], Blocks(5))).state_dict(LIKE), file)
     assert file.tell() < several.nbytes / 2
 
 
 def test_the_state_of_a_side_that_was_never_measured_is_restored():
     restored = refreshed(Side("forward", Blocks(4)), input_moments(rows(10, 4)))
-    restored.load_state_dict(Side("forward", Blocks(4)).state_dict(), LIKE)
+    restored.load_state_dict(Side("forward", Blocks(4)).state_dict(LIKE), LIKE)
     assert restored.moments is None
     assert restored.factor is None
     assert restored.refreshed_at is None

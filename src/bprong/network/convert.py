@@ -40,16 +40,15 @@ def whiten_(
     ['WhitenedLinear', 'ReLU', 'WhitenedLinear']
     """
     integer("max_dim", max_dim, 1)
-    stock: dict[str, Stock] = {name: m for name, m in model.named_modules() if type(m) in _WHITENED}
-    chosen = {name: module for name, module in stock.items() if filter_fn is None or filter_fn(module, name)}
+    chosen: dict[str, Stock] = {}
+    for name, module in model.named_modules():
+        if type(module) in _WHITENED and (filter_fn is None or filter_fn(module, name)):
+            chosen[name] = module
     if not chosen:
-        raise ValueError(
-            f"nothing to whiten: none of the {len(stock)} nn.Linear and nn.Conv2d layers in {type(model).__name__} was "
-            f"chosen"
-        )
+        raise ValueError(f"nothing to whiten: no nn.Linear or nn.Conv2d of {type(model).__name__} was chosen")
     _refuse_unfit(model, chosen)  # check everything before changing anything
     for name, module in chosen.items():
-        model.set_submodule(name, _WHITENED[type(module)].from_stock(module, backward, max_dim=max_dim))
+        model.set_submodule(name, _WHITENED[type(module)](module, backward, max_dim=max_dim))
     return model
 
 

@@ -67,10 +67,9 @@ class Change:
 
     def velocity(self, W: Tensor, b: Tensor) -> Pair:
         """Return parameters, or whatever is added to them, in the new coordinates."""
-        W_new, b_new = self._apply(self.T.transposed_solve, W, b)
         if self.s is not None:
-            b_new = b_new + times_mean(W, self.s * self.ratio, self.blocks)
-        return W_new, b_new
+            b = b + times_mean(W, self.s * self.ratio, self.blocks)
+        return self._apply(self.T.transposed_solve, W, b)
 
     def gradient(self, W: Tensor, b: Tensor) -> Pair:
         """Return gradients in the new coordinates."""
@@ -164,33 +163,28 @@ _KNOWN: dict[str, Transports] = {  # by the name in torch.optim
 }
 
 
-def holders_for(
-    optimizers: Optimizer | Iterable[Optimizer], carry: Transports | Sequence[Transports | None] | None = None
-) -> list[Holder]:
-    """Return each optimizer with how its state moves; `carry` says it for those that are not known."""
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    if carry is None or isinstance(carry, Mapping):
-        carry = [carry] * len(optimizers)
-    if len(carry) != len(optimizers):
-        raise ValueError(f"carry has {len(carry)} entries for {len(optimizers)} optimizers; give None for known ones")
-    return [(optimizer, transports_for(optimizer, each)) for optimizer, each in zip(optimizers, carry, strict=True)]
+def holders_for(optimizers: Optimizer | Iterable[Optimizer], carry: Transports | None = None) -> list[Holder]:
+    """Return each optimizer with how its state moves; `carry` says it for keys that are not known."""
+    several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    return [(optimizer, transports_for(optimizer, carry)) for optimizer in several]
 
 
 def transports_for(optimizer: Optimizer, carry: Transports | None = None) -> Transports:
-    """Return how each tensor of the optimizer's state moves; `carry` says it for optimizers that are not known."""
+    """Return how each tensor of the optimizer's state moves: as in _KNOWN, and as in `carry`, which has precedence."""
     kind = type(optimizer)
-    if carry is None and getattr(torch.optim, kind.__name__, None) is kind:  # a subclass may use a key otherwise
-        carry = _KNOWN.get(kind.__name__)
-    if carry is None:
+    is_torchs = getattr(torch.optim, kind.__name__, None) is kind  # a subclass may use a key otherwise
+    known = _KNOWN.get(kind.__name__, carry) if is_torchs else carry
+    if known is None:
         raise TypeError(
             f"it is not known how the state of {kind.__name__} moves with the coordinates; supported are "
             f"{', '.join(_KNOWN)}. Say it for each tensor of its state: "
             f"carry={{'momentum_buffer': 'velocity'}} moves this key like the parameters, 'gradient' like a gradient, "
             f"'squares' like squared gradients; carry={{}} if it has no state"
         )
-    for key, transport in carry.items():
+    transports = {**known, **(carry or {})}
+    for key, transport in transports.items():
         one_of(f"carry[{key!r}]", transport, get_args(Transport))
-    return carry
+    return transports
 
 
 @torch.no_grad()
@@ -243,10 +237,8 @@ def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None) -> float
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    rates: dict[Tensor | None, float] = {}
-    for optimizer, _ in holders:
-        for group in optimizer.param_groups:
-            rates |= dict.fromkeys(group["params"], float(group["lr"]))
+    groups = [group for optimizer, _ in holders for group in optimizer.param_groups]
+    rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
     rate = rates.get(W, 1.0)
-    bias_rate = rates.get(b, 1.0)
+    bias_rate = 1.0 if b is None else rates.get(b, 1.0)
     return rate / bias_rate if bias_rate else float(rate == bias_rate)

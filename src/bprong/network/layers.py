@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ from bprong.network.coordinates import (
 )
 from bprong.whitening.layer import SideName
 
-L = TypeVar("L", bound="WhitenedLayer")
 Stock = nn.Linear | nn.Conv2d
 
 
@@ -39,24 +38,19 @@ class WhitenedLayer(nn.Module):
 
     z are the rows that the weight multiplies; for a convolution (`geometry`) these are the patches of its padded input.
 
-    The stock layer itself is kept on the `meta` device, without values, for everything but its parameters.
+    It computes the same function as the stock layer that it is made from, with copies of its parameters. For everything
+    else the stock layer itself is kept on the `meta` device, without values.
     """
 
     buffers_are_constant = True  # a forward pass never writes to them
-
-    @classmethod
-    def from_stock(cls: type[L], stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM) -> L:
-        """A whitened layer that computes the same function as `stock`, with copies of its parameters."""
-        layer = cls.__new__(cls)
-        WhitenedLayer.__init__(layer, stock, backward, max_dim)
-        return layer.train(stock.training)
 
     U: Tensor
     c: Tensor
     R: Tensor | None
 
-    def __init__(self, stock: Stock, backward: bool, max_dim: int) -> None:
+    def __init__(self, stock: Stock, backward: bool = True, *, max_dim: int = MAX_DIM) -> None:
         super().__init__()
+        self.training = stock.training
         self._stock = (copy.deepcopy(stock).to("meta"),)  # in a tuple, so that torch does not register its parameters
         for constant in stock.__constants__:
             setattr(self, constant, getattr(stock, constant))
@@ -66,13 +60,10 @@ class WhitenedLayer(nn.Module):
         self.backward_blocks = linear.outputs
         self.weight_dagger = copy.deepcopy(linear.weight)
         self.bias_dagger = copy.deepcopy(linear.bias)
-        for name, value in self._ordinary_coordinates(linear.weight).items():
-            self.register_buffer(name, value if backward or name != "R" else None)
-
-    def _ordinary_coordinates(self, like: Tensor) -> dict[str, Tensor]:
-        """Return the U, c and R with which W† and b† are the ordinary W and b."""
-        U = identity(self.forward_blocks, like)
-        return {"U": U, "c": torch.zeros_like(U[..., 0]), "R": identity(self.backward_blocks, like)}
+        U = identity(self.forward_blocks, linear.weight)
+        self.register_buffer("U", U)
+        self.register_buffer("c", torch.zeros_like(U[..., 0]))
+        self.register_buffer("R", identity(self.backward_blocks, linear.weight) if backward else None)
 
     @torch.no_grad()
     def to_stock(self) -> nn.Module:
@@ -178,55 +169,23 @@ class WhitenedLayer(nn.Module):
         s = (float64_copy(self.U) @ shift.unsqueeze(-1)).squeeze(-1)
         return Change(T or quotient(self.U, new["U"]), self.forward_blocks, s)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
-    ) -> None:
-        """Load the state of a whitened layer or of a stock one: always the function that was saved."""
-        W = state_dict.get(prefix + "weight")
-        if W is not None and W.shape == self.weight_dagger.shape:
-            if self.bias_dagger is not None and prefix + "bias" not in state_dict:
-                state_dict[prefix + "bias"] = self.bias  # strict=False keeps the ordinary bias, not its coordinates b†
-                missing.append(prefix + "bias")
-            for name in ("weight", "bias"):
-                if prefix + name in state_dict:
-                    state_dict[f"{prefix}{name}_dagger"] = state_dict.pop(prefix + name)
-            for name, value in self._ordinary_coordinates(W).items():
-                if getattr(self, name) is not None:
-                    state_dict[prefix + name] = value
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
-
 
 class WhitenedLinear(WhitenedLayer):
     """a = Rᵀ (W† U (z − c) + b†), the layer of a bidirectionally whitened network (Fujimoto & Ohira, section 3.2).
 
     Parameters `weight_dagger` (out, in) and `bias_dagger` (out,); buffers `U` (in, in), `c` (in,) and `R` (out, out),
-    which is None in a forward-only layer (PRONG). As in Algorithm 2, it starts with U = R = I and c = 0. It computes
-    the same function as `nn.Linear` with its `weight` and `bias`, which can be read in ordinary coordinates.
+    which is None in a forward-only layer (PRONG). As in Algorithm 2, it starts with U = R = I and c = 0. `weight` and
+    `bias` can be read in ordinary coordinates.
 
     A side of more than `max_dim` features is whitened in n blocks of d features: U (n, d, d), c (n, d), R (n, d, d).
 
     Without a trainable bias nothing is centred: c stays 0, since otherwise training W† would grow a bias.
 
-    A stock checkpoint (`weight`, `bias`) can be loaded; the coordinates are then reset to U = I and c = 0.
-
-    >>> layer = WhitenedLinear(3, 2)
+    >>> layer = WhitenedLinear(nn.Linear(3, 2))
     >>> z = torch.randn(5, 3)
     >>> torch.allclose(layer(z), layer.to_stock()(z), atol=1e-6)
     True
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        backward: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        max_dim: int = MAX_DIM,
-    ) -> None:
-        super().__init__(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), backward, max_dim)
 
     def forward(self, input: Tensor) -> Tensor:  # the name in nn.Linear, which some callers pass as a keyword
         features = self.c.numel()
@@ -256,35 +215,10 @@ class WhitenedConv2d(WhitenedLayer):
     (G, d) and `R` (G, out/G, out/G) for G groups, without the leading dimension if there is one group. Everything else
     is as in `WhitenedLinear`.
 
-    >>> layer = WhitenedConv2d(4, 6, 3, padding=1, groups=2)
+    >>> layer = WhitenedConv2d(nn.Conv2d(4, 6, 3, padding=1, groups=2))
     >>> layer.U.shape, layer.R.shape
     (torch.Size([2, 18, 18]), torch.Size([2, 3, 3]))
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
-        backward: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        max_dim: int = MAX_DIM,
-    ) -> None:
-        super().__init__(
-            nn.Conv2d(
-                in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
-                dtype,
-            ),
-            backward, max_dim,
-        )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
         # Whitening the weight instead of every patch is the same function with the same gradients, and far cheaper. It

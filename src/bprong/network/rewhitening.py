@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from bprong.capture.listener import uninterrupted
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import number, one_of, pair
+from bprong.checks import number, one_of
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.families import mixed, nontrivial
@@ -32,8 +32,6 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Periods, Schedule
-
-RefreshMode = Literal["periodic", "continuous"]
 
 PROBE_ROWS = 8  # rows on which a relative step is checked; more would cost as much as the step itself
 
@@ -60,36 +58,34 @@ class Rewhitening:
                        dimension. Not needed if all layers are forward-only
     fisher             the targets behind D: "sampled" from the model (default), "exact" (no sampling, but one backward
                        pass for each output of a target), or "empirical" (those of the data; then call `step(x, y)`)
-    refresh            "periodic", as in the paper: an exact factorisation whenever one is due; "continuous": a relative
-                       step from the batch (see `bprong.network.continuous`), with an exact factorisation, an anchor,
-                       only at the start and when a side has drifted from white; `step` returns the anchors
-    rate               μ of continuous whitening, 0.05 by default: each step keeps 1 − μ of the statistics before it
+    rate               None: an exact factorisation whenever one is due, as in the paper. μ, such as 0.05: continuous
+                       whitening (see `bprong.network.continuous`), a relative step from the batch that keeps 1 − μ of
+                       the statistics before it, with an exact factorisation, an anchor, only at the start and when a
+                       side has drifted from white; `step` returns the anchors
     forward_every, forward_offset, backward_every, backward_offset
-                       the paper's τ₁, c₁, τ₂, c₂; by default R is refreshed half a period after t = 0; the default
-                       period is 100, or 5 with refresh="continuous"
+                       the paper's τ₁, c₁, τ₂, c₂. The default of forward_every is 100, or 5 with a rate; that of
+                       backward_every is forward_every, and R is refreshed half a period after t = 0
     forward_damping, backward_damping
                        ε of Ž and of D, or a `bprong.Damping`; by default 0.1 and 0.03
     solver             "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
                        as Adam can tell them apart
-    samples            a held-out sample of the training set, x or (x, y), to measure instead of the batch; not with
-                       continuous whitening, which follows the batches
+    samples            a held-out sample (x, y) of the training set to measure instead of the batch, y None if it is not
+                       needed; not with continuous whitening, which follows the batches
     average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
-    record_every       with `average`: also measure, without a refresh, every so many steps
-    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}; for several
-                       optimizers a list of these, with None for those that are known
+    carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
     seed               of the targets that are drawn; by default torch's initial seed
 
-    A model whose layers are all forward-only takes neither fisher nor the options of the backward side.
+    For a model whose layers are all forward-only, fisher and the options of the backward side have no effect.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], loss: Declaration | None = None, *,
-        fisher: Fisher | None = None, refresh: RefreshMode = "periodic", rate: float | None = None,
+        fisher: Fisher = "sampled", rate: float | None = None,
         forward_every: int | None = None, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
-        forward_damping: float | Damping = 0.1, backward_damping: float | Damping | None = None,
-        solver: RootSolver = "eigh", samples: Any = None, average: float = 0.0, record_every: int | None = None,
-        carry: Transports | Sequence[Transports | None] | None = None, seed: int | None = None,
+        forward_damping: float | Damping = 0.1, backward_damping: float | Damping = 0.03,
+        solver: RootSolver = "eigh", samples: tuple[Any, Tensor | None] | None = None, average: float = 0.0,
+        carry: Transports | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.of(model)
         self.model = unwrapped(model)
@@ -100,30 +96,21 @@ class Rewhitening:
             layers.append(Layer(weight_matrix_of(name, module), solver, backward=module.R is not None))
         self._layers = Layers(layers)
         _check_parameters(layers, self._holders)
-        self._samples = pair(samples)
-        self._mu = _mu_of(refresh, rate, average, self._samples, layers)
+        if samples is not None and not (isinstance(samples, tuple) and len(samples) == 2):
+            raise ValueError(f"samples must be a tuple (x, y), and y may be None; this is {type(samples).__name__}")
+        self._samples = samples
+        self._mu = 0.0 if rate is None else number("rate", rate, 1e-6, 1)
+        if self._mu:
+            _check_continuous(average, samples, layers)
         # By layer and side: of those that are whitened continuously, once they have an anchor.
         self._tracks: dict[str, dict[SideName, Track]] = {name: {} for name in self._layers}
-        period = 5 if self._mu else 100
-        periods = Periods(
-            forward_every=period if forward_every is None else forward_every,
-            forward_offset=forward_offset,
-            backward_every=period if backward_every is None else backward_every,
-            backward_offset=backward_offset,
-            record_every=record_every,
-        )
-        self._schedule = Schedule(self._layers, periods, "sampled" if fisher is None else fisher, average, seed)
-        backward_options = {"fisher": fisher, "backward_every": backward_every, "backward_offset": backward_offset,
-                            "backward_damping": backward_damping}  # fmt: skip
-        for name, value in backward_options.items():
-            if value is not None and not self._schedule.two_sided:
-                raise ValueError(
-                    f"{name} would have no effect: all whitened layers are forward-only (backward=False); leave it out"
-                )
+        if forward_every is None:
+            forward_every = 5 if self._mu else 100
+        periods = Periods(forward_every, forward_offset, backward_every, backward_offset)
+        self._schedule = Schedule(self._layers, periods, fisher, average, seed)
         if loss is None and self._schedule.two_sided:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
-        backward_damping = 0.03 if backward_damping is None else backward_damping
         self._damping = {"forward": Damping.of(forward_damping), "backward": Damping.of(backward_damping)}
 
     def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
@@ -133,7 +120,7 @@ class Rewhitening:
         """
         with uninterrupted():
             if self._mu and self._ranks.size > 1:
-                raise ValueError('refresh="continuous" works in one process only; use refresh="periodic" in several')
+                raise ValueError("continuous whitening works in one process only: leave out rate in several")
             is_due = self._schedule.is_due
             refreshed = self._rewhiten(*(self._samples or (x, y))) if is_due else []
             self._schedule.t += 1
@@ -151,8 +138,7 @@ class Rewhitening:
         updated = update(self._layers, measured, self._schedule.average)
         for layer in trained:
             for side in layer.sides:
-                is_missed = side not in updated and side.name not in self._tracks[layer.name]
-                if is_missed and side.name in self._schedule.refreshed:
+                if side not in updated and side.name in self._schedule.refreshed:
                     layer.warn(
                         side, "no statistics reached it; is it used, and not detached, when the model is called?"
                     )
@@ -239,46 +225,38 @@ class Rewhitening:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next steps depend on: tensors and plain values only."""
+        averaged = self._layers.values() if self._schedule.average else ()
         return {
             "schedule": self._schedule.state_dict(),
-            "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
+            "layers": {layer.name: layer.state_dict() for layer in averaged},
             "tracks": {
-                name: {side: track._asdict() for side, track in tracks.items()} for name, tracks in self._tracks.items()
+                name: {side: [*track] for side, track in tracks.items()} for name, tracks in self._tracks.items()
             },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; load the model and the optimizer by their own `load_state_dict`."""
-        if not {"schedule", "layers", "tracks"} <= set(state):
-            raise ValueError(f"the state of a Rewhitening has schedule, layers and tracks; this has {sorted(state)}")
-        if set(state["layers"]) != set(self._layers):
-            raise ValueError(f"the state has layers {sorted(state['layers'])}; this model has {sorted(self._layers)}")
-        for name, layer in self._layers.items():  # check everything before changing anything
-            layer.check_state(state["layers"][name])
+        """Continue where `state_dict` was taken.
+
+        Load the model and the optimizer by their own `load_state_dict` first: these refuse the state of another model.
+        """
         self._schedule.load_state_dict(state["schedule"])
-        for name, layer in self._layers.items():
-            layer.load_state_dict(state["layers"][name])
-        self._tracks = {
-            name: {side: Track(**track) for side, track in tracks.items()} for name, tracks in state["tracks"].items()
-        }
+        for name, saved in state["layers"].items():
+            self._layers[name].load_state_dict(saved)
+        for name, tracks in state["tracks"].items():
+            self._tracks[name] = {side: Track(*track) for side, track in tracks.items()}
 
 
-def _mu_of(refresh: RefreshMode, rate: float | None, average: float, samples: Any, layers: Iterable[Layer]) -> float:
-    """Return μ of continuous whitening, for which sides must be single blocks; 0 for periodic refreshes."""
-    if one_of("refresh", refresh, get_args(RefreshMode)) == "periodic":
-        if rate is not None:
-            raise ValueError('rate has no effect with refresh="periodic": leave it out, or give refresh="continuous"')
-        return 0.0
+def _check_continuous(average: float, samples: object, layers: Iterable[Layer]) -> None:
+    """Raise ValueError unless the layers can be whitened continuously with these options."""
     if average or samples:
-        raise ValueError('refresh="continuous" averages over batches by its rate: leave out average and samples')
+        raise ValueError("continuous whitening averages over batches by its rate: leave out average and samples")
     for layer in layers:
         for side in layer.sides:
             if side.blocks.lead:
                 raise ValueError(
                     f"layer {layer.name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one "
-                    f'block can be whitened continuously; use refresh="periodic", or whiten_ with a larger max_dim'
+                    f"block can be whitened continuously; leave out rate, or whiten_ with a larger max_dim"
                 )
-    return number("rate", 0.05 if rate is None else rate, 1e-6, 1)
 
 
 def _check_parameters(layers: Sequence[Layer], holders: Iterable[Holder]) -> None:

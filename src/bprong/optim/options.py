@@ -86,11 +86,10 @@ class Options:
             periods = every
         else:
             periods = Periods(1, refresh="drift") if every is None else Periods(integer("every", every, 1))
-        is_by_drift = one_of("refresh", periods.refresh, get_args(Mode)) == "drift"
+        one_of("refresh", periods.refresh, get_args(Mode))
         if not backward:
             _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
             _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
-        _refuse(periods.record_every is not None and is_by_drift, "record_every", 'it needs refresh="periodic"')
         overhead = OVERHEAD if every is None else None
         return Schedule(
             layers, periods, self.fisher, self.average, self.seed, overhead, rule.early_steps, rule.early_parts

@@ -12,17 +12,12 @@ from bprong.whitening.refresh import Damper
 
 COLUMNS = {  # of each side, with the values of `side_values`: heading, explanation
     "factor": ("factor", "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size"),
-    "directions": ("directions", "effective number of directions, tr(Ž)² / tr(Ž²)"),
     "damping": ("ε", "what is added to each eigenvalue before it is inverted (mean)"),
     "age": ("age", "steps since the factor was computed"),
     "drift": ("drift", "distance of the moments from those behind the factor, ‖U(Ž+ε)Uᵀ−I‖ / ‖I‖, at the last test"),
 }
-RULE_NUMBERS = {  # of lr="auto": letter, explanation
-    "alpha": ("α", "coefficient of the whitened direction"),
-    "mu": ("μ", "coefficient of the last update"),
-    "lambda": ("λ", "damping"),
-    "ratio": ("actual/predicted", "decrease of the loss, relative to that of the quadratic model"),
-}
+STEP = ("step", "length of the weight's step at the last refresh")
+RULE_NUMBERS = {"alpha": "α", "mu": "μ", "lambda": "λ", "ratio": "actual/predicted"}  # of lr="auto", as printed
 
 
 def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, Any]:
@@ -30,22 +25,10 @@ def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, 
     moments = side.moments
     return {
         "factor": f"{side.factor or 'identity'} {side.blocks}",
-        "directions": _directions(side),
         "damping": None if moments is None else float(damping(layer, side).amounts(moments.variances).mean()),
         "age": None if side.refreshed_at is None else t - side.refreshed_at,
         "drift": side.last_drift,
     }
-
-
-def _directions(side: Side) -> float | None:
-    """Return the effective number of directions, tr(Ž)² / tr(Ž²): the rank of a projection, and cheaper than a rank."""
-    if side.moments is None:
-        return None
-    scatter = side.moments.scatter
-    if scatter.shape != side.blocks.shape:  # another process has all of it but the diagonal
-        return None
-    squares = float(scatter.square().sum())
-    return float(scatter.diagonal(dim1=-2, dim2=-1).sum()) ** 2 / squares if squares else 0.0
 
 
 @dataclass(frozen=True)
@@ -70,24 +53,20 @@ class Report:
         headings = {"layer": "layer"}
         for key, (heading, _) in COLUMNS.items():
             headings |= {f"{side}_{key}": f"{heading} {letter}" for side, letter in zip(SIDES, "zδ", strict=True)}
-        headings["step_norm"] = "step"
+        headings["step_norm"] = STEP[0]
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
         rows = [[cell(row.get(key)) for key in used] for row in self.layers]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
-        shown = {key.partition("_")[2] for key in used}
-        lines += [f"{heading}: {explanation}" for key, (heading, explanation) in COLUMNS.items() if key in shown]
-        if "step_norm" in used:
-            lines.append("step: length of the weight's step at the last refresh")
+        lines += [f"{heading}: {explanation}" for heading, explanation in (*COLUMNS.values(), STEP)]
         lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
         if self.rule:
             lines.append("step rule: " + ", ".join(self.rule_numbers()))
-        lines += [f"{letter}: {text}" for key, (letter, text) in RULE_NUMBERS.items() if key in self.rule]
         times = ", ".join(f"{purpose} {fraction:.1%}" for purpose, fraction in self.time.items())
         return "\n".join([*lines, f"share of time since the first step: {times}; the rest is your own code"])
 
     def rule_numbers(self, digits: int = 3) -> list[str]:
         """Return each number of the step rule with its letter."""
-        return [f"{RULE_NUMBERS.get(key, (key,))[0]} {cell(value, digits)}" for key, value in self.rule.items()]
+        return [f"{RULE_NUMBERS.get(key, key)} {cell(value, digits)}" for key, value in self.rule.items()]
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers in one flat dictionary for a logger, such as {"0/forward_age": 3.0, "time/step": 0.1}."""

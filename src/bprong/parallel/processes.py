@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bprong.linalg.moments import at_least_float32
 from bprong.parallel.slices import whole_model
 
 ALIKE = 1e-6  # the relative difference up to which sizes of gradients of two ranks are the same
@@ -31,6 +32,7 @@ class Ranks:
     wrapper: the DistributedDataParallel around the model, if it is known
     sharded: whether each process has a slice of each parameter (FSDP2)
     owners:  the rank that factors each layer, by name; empty: each rank factors all
+    parameters: the rank that factors the layers of each parameter of a sharded model
     before:  how many processes made the steps so far; None: none was made
 
     Whether there are several processes is found out anew each time, since a script may start torch.distributed after
@@ -42,6 +44,7 @@ class Ranks:
     ) -> None:
         self.sharded = sharded
         self.owners: dict[str, int] = {}
+        self.parameters: Mapping[Tensor, int] = {}
         self.before: int | None = None
         self._group = group
         self._wrapper = wrapper
@@ -115,13 +118,15 @@ class Ranks:
             yield rows
         except Exception as error:  # which must not leave the other ranks waiting
             failure = error
+        failed: list[float] = []
         if self.size > 1:
             rows[:] = self.table([failure is not None, *(rows[0] if rows else [0.0] * columns)]).tolist()
+            failed = [row.pop(0) for row in rows]
         if failure is not None:
             raise failure
-        for rank, row in enumerate(rows if self.size > 1 else ()):
-            if row.pop(0):
-                raise RuntimeError(f"the step was stopped by an error on rank {rank}, which that process reports")
+        if any(failed):
+            rank = failed.index(1.0)
+            raise RuntimeError(f"the step was stopped by an error on rank {rank}, which that process reports")
 
     def table(self, numbers: Sequence[float]) -> Tensor:
         """Return some numbers of each of several ranks: (ranks, numbers), float64."""
@@ -152,19 +157,35 @@ class Ranks:
         self._run(dist.broadcast, sent, self._global(owner))
         return sent.to(values.device)
 
-    def collected(self, values: Tensor, owner: int) -> list[Tensor]:
-        """Return the tensors of all ranks on the rank that owns them; nothing on the others."""
-        sent = self._to_send(values)
-        received = [torch.empty_like(sent) for _ in range(self.size)] if owner == self.rank else None
-        self._run(dist.gather, sent, received, self._global(owner))
-        return [] if received is None else [part.to(values.device) for part in received]
+    # Slices of the parameters of a sharded model ----------------------------------------------------------------------
 
-    def distributed(self, parts: Sequence[Tensor], owner: int, like: Tensor) -> Tensor:
-        """Return this rank's part of what its owner has; parts: nothing on the other ranks."""
-        sent = [self._to_send(part) for part in parts] or None
-        received = torch.empty_like(self._to_send(like))
-        self._run(dist.scatter, received, sent, self._global(owner))
-        return received.to(like.device)
+    def collected(self, values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
+        """Return the values of the parameters that this rank owns, whole, from the slices of all ranks."""
+        owned = {}
+        for p, value in values.items():
+            part = value.to_local()
+            longest = -(-len(value) // self.size)  # the last slices may be shorter, or empty
+            padded = part.new_empty(longest, *part.shape[1:])
+            padded[: len(part)] = part
+            parts = self.gathered(padded)
+            if self.parameters[p] == self.rank:
+                owned[p] = parts.flatten(0, 1)[: len(value)]
+        return owned
+
+    def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
+        """Return slices of what was computed from values, each by its owner.
+
+        owned: for the parameters that this rank owns, whole, in at least float32
+        """
+        slices = {}
+        for p, value in values.items():
+            whole = owned.get(p)
+            if whole is None:
+                whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
+            whole = self.received(whole, self.parameters[p])
+            of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
+            slices[p] = of_all.redistribute(placements=value.placements)
+        return slices
 
     def _to_send(self, values: Tensor) -> Tensor:
         """Return a tensor as it can be sent: itself, or a copy of it."""

@@ -1,8 +1,7 @@
-"""What of a model each rank has: the factors of some layers and, under FSDP2, slices of all parameters (DTensors).
+"""Which models are accepted, and those of FSDP2, of whose parameters each rank has slices (DTensors).
 
-`torch.distributed.fsdp.fully_shard` replaces parameters by DTensors, of which each rank has a slice. Each layer is
-whitened by its owner: slices of gradients are sent to it, and slices of the direction come back. Passes of our own need
-the whole model, which `whole_model` gathers for as long as they take. `unwrapped` refuses what is not supported: tensor
+`torch.distributed.fsdp.fully_shard` replaces parameters by DTensors. Passes of our own need the whole model, which
+`whole_model` gathers for as long as they take. `unwrapped` refuses what is not supported: tensor
 parallelism, for example.
 """
 
@@ -10,71 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-
-from bprong.linalg.moments import at_least_float32
-
-if TYPE_CHECKING:
-    from bprong.parallel.processes import Ranks
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What slices of parameters and whole ones are exchanged by; parameters: the rank that has the layers of each."""
-
-    ranks: Ranks
-    parameters: Mapping[Tensor, int]
-
-    def collected(self, values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
-        """Return the values of the parameters that this rank owns, whole, from the slices of all ranks."""
-        owned = {}
-        for p, value in values.items():
-            dim = value.placements[0].dim
-            part = value.to_local()
-            padded = self._longest_slice(value)
-            padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-            parts = self.ranks.collected(padded, self.parameters[p])
-            if parts:
-                owned[p] = torch.cat(parts, dim).narrow(dim, 0, value.shape[dim])
-        return owned
-
-    def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
-        """Return slices of what was computed from values, each by its owner.
-
-        owned: for the parameters that this rank owns, whole, in at least float32
-        """
-        slices = {}
-        for p, value in values.items():
-            dim = value.placements[0].dim
-            part = self._longest_slice(value).to(at_least_float32(value.dtype))
-            parts: tuple[Tensor, ...] = ()  # one for each rank
-            if self.parameters[p] == self.ranks.rank:
-                padded = torch.cat([part] * self.ranks.size, dim)
-                padded.narrow(dim, 0, value.shape[dim]).copy_(owned[p])
-                parts = padded.chunk(self.ranks.size, dim)
-            part = self.ranks.distributed(parts, self.parameters[p], part)
-            slices[p] = type(value).from_local(
-                part.narrow(dim, 0, value.to_local().shape[dim]),
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
-        return slices
-
-    def _longest_slice(self, value: Any) -> Tensor:
-        """Return room for a slice that is as long as the longest: the last ones may be shorter, or empty."""
-        shape = list(value.shape)
-        dim = value.placements[0].dim
-        shape[dim] = -(-shape[dim] // self.ranks.size)
-        room: Tensor = value.to_local().new_empty(shape)
-        return room
-
 
 # Which models are accepted -------------------------------------------------------------------------------------------
 
@@ -114,14 +51,14 @@ def unwrapped(model: nn.Module, fully_sharded: bool = False) -> nn.Module:
         if wrapper and not (is_sharded and wrapper == "fully_shard"):
             raise ValueError(
                 f"{f'its module {name!r}' if name else 'the model'} is wrapped for {wrapper}, which is not supported. "
-                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel"
-                + (", or shard the whole model too: fully_shard(model)" if fully_sharded else "")
+                f"To train in several processes, wrap the whole model in torch.nn.parallel.DistributedDataParallel. "
+                f"For BPRONG and PRONG you can shard the whole model too: fully_shard(model)"
             )
     for name, parameter in model.named_parameters():
         placements = getattr(parameter, "placements", None)  # of a DTensor
-        if is_sharded and [type(placement).__name__ for placement in placements or ()] != ["Shard"]:
+        if is_sharded and [getattr(placement, "dim", None) for placement in placements or ()] != [0]:
             raise ValueError(
-                f"parameter {name!r} is not sharded over a mesh of one dimension, but placed {placements}. "
+                f"parameter {name!r} is not sharded by rows over a mesh of one dimension, but placed {placements}. "
                 f"fully_shard(model) without ignored_params does that; HSDP and tensor parallelism are not supported"
             )
         if placements and not is_sharded:

@@ -127,29 +127,34 @@ class Side:
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors of its moments and of its factor, as far as they are here, and one of all numbers."""
-        numbers = [*(getattr(self, name) for name in _NUMBERS), *astuple(self.backoff), None, False]
-        state = {}
+    def state_dict(self, like: Tensor) -> dict[str, Tensor]:
+        """Its moments, its factor and all numbers, as tensors whose shapes depend on the blocks alone.
+
+        NaN stands for what is not known, or is on another process. A factor of low rank takes the first columns.
+        """
+        numbers = [*(getattr(self, name) for name in _NUMBERS), *astuple(self.backoff), None]
+        shape = self.blocks.shape
+        scatter = torch.full(shape, math.nan, dtype=torch.float64, device=float64_device(like))
+        mean = scatter[..., 0].clone()
+        factor = like.new_full(shape, math.nan)
         moments = self.moments
         if moments is not None:
-            numbers[-2:] = [moments.weight, moments.mean is not None]
-            scatter = moments.copy().values
-            if scatter.shape == self.blocks.shape:  # otherwise another process has the rest of it
-                state["scatter"] = scatter
-                state |= {} if moments.mean is None else {"mean": moments.mean}
+            numbers[-1] = moments.weight
+            sums = moments.scatter
+            if sums.shape == shape:  # otherwise another process has the rest of it
+                scatter.copy_(sums)
+                mean = mean if moments.mean is None else mean.copy_(moments.mean)
         if self.factor is not None and self.factor.kind:
-            # A slice of a group's inverses is saved as a tensor of its own: torch.save would store the whole group.
             tensor = self.factor.tensor
-            state["factor"] = tensor if tensor._base is None else tensor.clone()
+            factor[..., : tensor.shape[-1]] = tensor
         values = [math.nan if number is None else number for number in numbers]
-        state["numbers"] = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
-        return state
+        numbers_of_all = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
+        return {"scatter": scatter, "mean": mean, "factor": factor, "numbers": numbers_of_all}
 
     def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
-        """Restore what `state_dict` returned; tensors that its numbers do not speak of are ignored."""
+        """Restore what `state_dict` returned."""
         values = state["numbers"].tolist()
-        *numbers, skip, next_skip, weight, has_mean = values[:-DESCRIPTION]
+        *numbers, skip, next_skip, weight = values[:-DESCRIPTION]
         for (name, kind), number in zip(_NUMBERS.items(), numbers, strict=True):
             setattr(self, name, None if math.isnan(number) else kind(number))
         self.backoff = Backoff(int(skip), int(next_skip))
@@ -158,11 +163,14 @@ class Side:
         self.moments = None
         if not math.isnan(weight):
             device = float64_device(like)
-            mean = state["mean"].to(device) if has_mean else None
-            self.moments = Moments(weight, mean, state["scatter"].to(device, copy=True))
-        self.factor = None
-        if values[-DESCRIPTION]:
-            self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
+            scatter = state["scatter"].to(device, copy=True)
+            self.moments = Moments(weight, _unless_nan(state["mean"].to(device)), scatter)
+        self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
+
+
+def _unless_nan(values: Tensor) -> Tensor | None:
+    """These values, or None if NaN stands for them."""
+    return None if values.isnan().any() else values
 
 
 class Layer:
@@ -273,31 +281,29 @@ class Layer:
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors only."""
-        state: dict[str, Any] = {side.name: side.state_dict() for side in self.sides}
-        return state if self.c is None else state | {"c": self.c}
+        """Tensors only, whose shapes depend on the layer alone."""
+        like = self.like
+        state: dict[str, Any] = {side.name: side.state_dict(like) for side in self.sides}
+        return state | {"c": self._unknown_centre if self.c is None else self.c}
+
+    @property
+    def _unknown_centre(self) -> Tensor:
+        """NaN, in the shape of c."""
+        blocks = self.linear.inputs
+        return feature_means(self.like.new_full(blocks.shape[:-1], math.nan), blocks)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if a state belongs to a layer of another shape."""
-        for side in self.sides:
-            shape = side.blocks.shape
-            saved = state.get(side.name, {"factor": torch.empty(0)})
-            for kind in ("factor", "scatter"):
-                if kind in saved and saved[kind].shape[:-1] != shape[:-1]:
-                    raise ValueError(
-                        f"layer {self.name!r}: the state's {side.name} {kind} has shape {tuple(saved[kind].shape)}, "
-                        f"and this layer's has {shape}"
-                    )
-        c = state.get("c")
-        inputs = self.linear.inputs.groups * self.linear.inputs.features
-        if c is not None and c.numel() != inputs:
-            raise ValueError(
-                f"layer {self.name!r}: the state's centre has shape {tuple(c.shape)}, and this layer has {inputs} "
-                f"inputs"
-            )
+        shapes = [(f"{side.name} factor", state[side.name]["factor"], side.blocks.shape) for side in self.sides]
+        for part, saved, shape in [*shapes, ("centre", state["c"], self._unknown_centre.shape)]:
+            if saved.shape != shape:
+                raise ValueError(
+                    f"layer {self.name!r}: the state's {part} has shape {tuple(saved.shape)}, and this layer's has "
+                    f"{tuple(shape)}"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         like = self.like
         for side in self.sides:
             side.load_state_dict(state[side.name], like)
-        self.c = state["c"].to(like) if "c" in state else None
+        self.c = _unless_nan(state["c"].to(like))

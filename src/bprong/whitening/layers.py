@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bprong.linalg.factors import Dense, Factor, precondition
 from bprong.linalg.moments import Blocks
-from bprong.parallel.slices import Sharding
+from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer, Side, WeightAndBias
 
 Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
@@ -33,7 +33,7 @@ class Layers(dict[str, Layer]):
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
-        self.sharding: Sharding | None = None  # None: every process has all factors
+        self.sharding: Ranks | None = None  # None: every process has all factors
         self._stacks: tuple[object, list[Stack]] | None = None
 
     @property
@@ -46,7 +46,7 @@ class Layers(dict[str, Layer]):
 
     def is_own(self, layer: Layer) -> bool:
         """Whether this process has the factors of a layer."""
-        return self.sharding is None or self.sharding.ranks.is_own(layer.name)
+        return self.sharding is None or self.sharding.is_own(layer.name)
 
     def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
         """The preconditioned gradients by parameter, in ordinary coordinates.
@@ -65,7 +65,7 @@ class Layers(dict[str, Layer]):
         """
         into: dict[Tensor, Tensor] = {}
         sharding = self.sharding
-        if sharding is not None:
+        if sharding is not None:  # layers may have been left to the fallback rule since parameters were assigned
             covered = self.parameters
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)

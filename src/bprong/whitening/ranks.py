@@ -19,7 +19,6 @@ from bprong.linalg.factors import DESCRIPTION, Damping, Elsewhere, Factor, descr
 from bprong.linalg.low_rank import Backoff
 from bprong.linalg.moments import Blocks, Moments, add_outer, float64_device
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced
-from bprong.parallel.slices import Sharding
 from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
@@ -36,7 +35,7 @@ def measured_by_all(
     ranks: Ranks,
     schedule: Schedule,
     weights: Mapping[WeightMatrix, bool],
-    measure: Callable[[], Mapping[str, LayerMoments]],
+    measure: Callable[[], dict[str, LayerMoments]],
     replicated: Iterable[Tensor | None],
 ) -> dict[str, LayerMoments]:
     """Return what all ranks have measured, as if one process had measured all of their batches.
@@ -139,14 +138,13 @@ def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | Whiten
     computed: dict[Side, Factor] = {}
     failures: dict[Side, WhiteningError] = {}
     with ranks.exchange(NUMBERS * len(pending)) as rows:
+        row: list[float] = []
         for side, (layer, moments, epsilon) in pending.items():
             try:
                 if ranks.is_own(layer.name):
                     computed[side] = side.solve(moments, epsilon, layer.like)
             except WhiteningError as reason:
                 failures[side] = reason
-        row: list[float] = []
-        for side in pending:
             factor = computed.get(side)
             row += [*description(factor), *astuple(side.backoff), 0 if factor is None else factor.cost]
         rows.append(row)
@@ -195,4 +193,5 @@ def share_layers(layers: Layers, ranks: Ranks) -> None:
             for side in layer.sides:
                 side.leave_to(owner)
     if ranks.sharded:
-        layers.sharding = Sharding(ranks, parameters)
+        ranks.parameters = parameters
+        layers.sharding = ranks

@@ -19,7 +19,7 @@ from bprong.likelihood.families import Likelihood
 from bprong.linalg.factors import Damping, Factor
 from bprong.linalg.moments import Moments
 from bprong.parallel.processes import ALONE, Ranks
-from bprong.whitening.layer import SIDES, Layer, Side
+from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all, share_layers, shared_factors
 from bprong.whitening.schedule import Schedule, period_for
@@ -60,10 +60,9 @@ def refresh(
     """
     due = schedule.refreshed
     pending: dict[Side, tuple[Layer, Moments, Damping]] = {}
-    for name in SIDES:
-        for side, (layer, moments) in updated.items():
-            if side.name == name and (name in due or layer.name in new):
-                pending[side] = layer, moments, damping(layer, side)
+    for side, (layer, moments) in updated.items():
+        if side.name in due or layer.name in new:
+            pending[side] = layer, moments, damping(layer, side)
     if schedule.periods.refresh == "drift":
         pending = _drifted(pending, schedule, ranks)
     factors = shared_factors(pending, ranks) if ranks.owners else {}

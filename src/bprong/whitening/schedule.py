@@ -43,8 +43,7 @@ class Periods:
 
     forward_every, forward_offset, backward_every, backward_offset
                    the paper's τ₁, c₁, τ₂, c₂; backward_every None: as forward_every; an offset None: half the period
-    record_every:  measure all sides, without refreshing them, every so many steps too; None: never
-    refresh:       "periodic": refresh every side at its period; "drift": at each period measure the sides that have
+    refresh        "periodic": refresh every side at its period; "drift": at each period measure the sides that have
                    been drifting, and refresh those that have drifted
     """
 
@@ -52,7 +51,6 @@ class Periods:
     forward_offset: int = 0
     backward_every: int | None = None
     backward_offset: int | None = 0
-    record_every: int | None = None
     refresh: Mode = "periodic"
 
     def of(self, side: SideName) -> tuple[int, int]:
@@ -94,10 +92,6 @@ class Schedule:
         self.t = 0
         self.every: int | None = None
         self._start = 0
-        if periods.record_every is not None:
-            period("record", periods.record_every, 0)
-            if average == 0:
-                raise ValueError("record_every measures for a running average: give average too, e.g. average=0.9")
         self._early_steps = early_steps
         self._early_parts = early_parts
         self._layers = layers
@@ -108,21 +102,22 @@ class Schedule:
 
     def plan(self) -> None:
         """Look ahead from step t; to be called once that step was made, and when layers or intervals changed."""
-        early = [step for step in self._early() if step >= self.t]
-        record_every = self.periods.record_every
-        recorded = [] if record_every is None else [self.t + -self.t % record_every]
+        early: list[int] = []
+        if self.overhead is not None:
+            parts = [] if self.every is None else [self.every // part for part in self._early_parts]
+            early = [self._start + step for step in (0, *parts, *self._early_steps)]
+            early = [step for step in early if step >= self.t]
         sides = [(layer.name, side) for layer in self._layers.values() for side in layer.sides]
         steps = {}
         for name in self._periods:
             intervals = [side.interval for _, side in sides if side.name == name and side.interval is not None]
             steps[name] = min([self._due_at(name, min(intervals, default=1)), *early])
-        self.next = min([*steps.values(), *recorded]) if sides else -1
+        self.next = min(steps.values()) if sides else -1
         self._is_early = self.next in early
         self._refreshed = [name for name, step in steps.items() if step == self.next]
         self.measured: dict[SideName, set[str]] = {name: set() for name in SIDES}
         for layer, side in sides:
-            is_due = self._is_early or self._due_at(side.name, side.interval or 1) == self.next
-            if is_due or self.next in recorded:
+            if self._is_early or self._due_at(side.name, side.interval or 1) == self.next:
                 self.measured[side.name].add(layer)
 
     @property
@@ -157,13 +152,6 @@ class Schedule:
         every, offset = self._periods[name] if self.every is None else (self.every, 0)
         return self.t + (offset - self.t) % (every * interval)
 
-    def _early(self) -> set[int]:
-        """The steps at which every side is due: the first one, and some early in the first period."""
-        if self.overhead is None:
-            return set()
-        parts = [] if self.every is None else [self.every // part for part in self._early_parts]
-        return {self._start + step for step in (0, *parts, *self._early_steps)}
-
     def restart(self, start: int) -> None:
         """Measure again as often as at the beginning of a run, from this step on."""
         self._start = start
@@ -173,8 +161,6 @@ class Schedule:
         return {"t": self.t, "seed": self.base_seed, "every": self.every, "start": self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not {"t", "seed", "every"} <= set(state):
-            raise ValueError(f"the state of a schedule has t, seed and every; this one has {sorted(state)}")
         self.t = state["t"]
         self._start = state.get("start", 0)
         self.base_seed = state["seed"]

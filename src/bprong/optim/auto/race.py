@@ -9,7 +9,6 @@ is no way back, because a rule that begins anew always looks better for a while.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections import defaultdict
@@ -136,11 +135,15 @@ class Rival:
     def _trained_on(self, batch: Batch, parameters: list[Tensor], seed: int) -> tuple[Batch, Sequence[Tensor]]:
         """A batch with the rival's output and loss, and the gradients of that."""
         model = self.rule.loss_model.model
+        head = self.rule.loss_model.head
         targets = cast(Targets, batch.targets)
         count = examples(batch.x)
         x = rows_of(batch.x, Subset(count, count), parameters[0].dtype)
-        with torch.enable_grad(), run_alone(model, x, seed, errors=True, head=self.rule.loss_model.head) as run:
-            output = laid_out(run.parts, batch.class_dim)
+        with (
+            torch.enable_grad(),
+            run_alone(model, x, seed, errors=True, head=head) as (returned, _),
+        ):
+            output = laid_out(returned, batch.class_dim)
             loss = targets.value(output)
             values = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             buffers = [buffer.clone() for buffer in model.buffers()]
@@ -183,7 +186,7 @@ class Rival:
             "values": [self.values.get(p) for p in parameters],
             "buffers": list(self.buffers),
             "states": [self.states[p] for p in parameters],
-            "layers": {name: _factors_of(layer) for name, layer in self.layers.items()},
+            "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
@@ -197,12 +200,6 @@ class Rival:
             buffer.copy_(value)
         for name, layer in self.layers.items():
             layer.load_state_dict(state["layers"][name])
-
-
-def _factors_of(layer: Layer) -> State:
-    """The state of a layer without its moments, which are those of the leader."""
-    state: State = {side.name: dataclasses.replace(side, moments=None).state_dict() for side in layer.sides}
-    return state if layer.c is None else state | {"c": layer.c}
 
 
 def _like(layer: Layer) -> Layer:
