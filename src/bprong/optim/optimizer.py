@@ -15,12 +15,13 @@ from bprong.capture.recorder import Recorder
 from bprong.capture.tape import Head
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of
+from bprong.errors import warn
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
 from bprong.optim.auto.step import Automatic, NaturalDirections
 from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
-from bprong.optim.fixed_rate import FixedRate
+from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Directions, Group, StepRule
@@ -146,6 +147,8 @@ class BPRONG(SteppingOptimizer):
             "momentum": self._rule.momentum if momentum is None else momentum,
             "weight_decay": weight_decay,
         }
+        if step == "natural" and lr != "auto" and 0 < lr < SMALL_RATE:
+            warn(f"lr={lr:g} is small for natural steps: try 0.01 to 0.1, or leave out lr for steps that need none")
         self._whitening = self._whitening_of(every)
         self._meter = Meter(
             self._model, self._loss, head, self._whitening.request, self._whitening.seconds, self._ranks
@@ -203,6 +206,9 @@ class BPRONG(SteppingOptimizer):
         return Report(t, rows, reasons, shares, self._rule.report())
 
     # The contract of torch.optim --------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", f"({self._rule}, loss: {self._loss.name}", 1)
 
     def add_param_group(self, param_group: Group) -> None:
         """As for every optimizer; its numbers are checked."""
