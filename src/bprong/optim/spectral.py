@@ -152,7 +152,7 @@ def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Te
     averages = {}
     for p in parameters:
         group = gradients.groups[p]
-        momentum: float = group.get(CHOSEN_MOMENTUM, group["momentum"])
+        momentum = group[CHOSEN_MOMENTUM if CHOSEN_MOMENTUM in group else "momentum"]
         average = kept(gradients.states[p], AVERAGE, p)
         average.lerp_(gradients.values[p], 1 - momentum)
         averages[p] = gradients.values[p].lerp(average, momentum)

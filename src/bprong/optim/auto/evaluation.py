@@ -79,7 +79,7 @@ class LossModel:
         means = np.array(weighted) / weight
         return Evaluation(
             Q=means[: k * k].reshape(k, k),
-            G=_products(directions, directions),
+            G=_products(directions),
             loss=float(means[-1]),
             slopes=means[k * k : -1],
             targets=int(targets),
@@ -212,9 +212,9 @@ def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | N
     return likelihood.targets(output) if counted is None else int(counted.sum())
 
 
-def _products(left: Sequence[Direction], right: Sequence[Direction]) -> Array:
+def _products(directions: Sequence[Direction]) -> Array:
     """The symmetric matrix of dot products: (k, k)."""
-    lower: Array = np.tril([[dot(x, y) for y in right] for x in left])
+    lower: Array = np.tril([[dot(x, y) for y in directions] for x in directions])
     return lower + np.tril(lower, -1).T
 
 

@@ -146,7 +146,7 @@ class AutoState:
     period           steps between evaluations that `evaluate_share` asks for; None: not known yet
     scale            of the user's loss relative to the mean −log p of a target
     highest_lr       the highest learning rate of all groups and steps
-    planned_lr       the highest that schedules start from or plan to reach; None: they do not come near it
+    plan_counts      whether what schedules start from or plan to reach counts too; not if they do not come near it
     multiplier       M: the highest learning rate of the last step, relative to these
     highest_multiplier
                      the highest M of all steps
@@ -171,7 +171,7 @@ class AutoState:
     period: int | None = None
     scale: float = 1.0
     highest_lr: float = 0.0
-    planned_lr: float | None = 0.0
+    plan_counts: bool = True
     multiplier: float = 1.0
     highest_multiplier: float = 0.0
 
@@ -205,17 +205,16 @@ class AutoRule(AutoState):
         lr:       the highest of all groups
         planned:  the highest that schedules start from or plan to reach
         """
-        settings = self.settings
         self.highest_lr = max(self.highest_lr, lr)
-        if self.planned_lr is not None:
-            self.planned_lr = max(self.planned_lr, planned)
-            if t >= settings.low_steps and self.highest_multiplier <= settings.low and self.highest_lr:
-                LOG.info(
-                    'lr="auto": learning rates were at most %.2g of %.2g, where their schedule starts; from now on the '
-                    "highest so far, %.2g, counts as 1", settings.low, self.planned_lr, self.highest_lr,
-                )  # fmt: skip
-                self.planned_lr = None
-        self.multiplier = lr and lr / max(self.highest_lr, self.planned_lr or 0.0)
+        if self.highest_lr and t >= self.settings.low_steps and self.highest_multiplier <= self.settings.low:
+            LOG.info(
+                'lr="auto": learning rates do not come near %.2g; the highest so far, %.2g, counts as 1 from now on',
+                planned, self.highest_lr,
+            )  # fmt: skip
+            self.plan_counts = False
+            self.highest_multiplier = 1.0
+        reference = max(self.highest_lr, planned) if self.plan_counts else self.highest_lr
+        self.multiplier = lr and lr / reference
         self.highest_multiplier = max(self.highest_multiplier, self.multiplier)
 
     # Damping ----------------------------------------------------------------------------------------------------------
@@ -247,13 +246,14 @@ class AutoRule(AutoState):
         settings = self.settings
         x = np.array(list(c.values()))
         predicted = float(evaluation.slopes @ x + x @ evaluation.curvature() @ x / 2)
-        self.ratio = change / predicted if predicted < 0 else None
+        ratio = change / predicted if predicted < 0 else math.nan
+        self.ratio = None if math.isnan(ratio) else ratio
         good = math.isfinite(change) and change <= 2 * self._bound()
         if good:
             self.caution = min(1.0, 2 * self.caution)
-        if not good or (self.ratio is not None and self.ratio < 1 - settings.well):
+        if not good or ratio < 1 - settings.well:
             self.lam *= settings.raise_lambda
-        elif self.ratio is not None and self.ratio > settings.well:
+        elif ratio > settings.well:
             plateau = self.curvature_ratio < settings.plateau
             self.lam /= settings.leave_plateau if plateau else settings.lower_lambda
         self.lam = min(max(self.lam, 1e-30), 1e30)  # far beyond what matters: it must not vanish in long runs
@@ -291,18 +291,13 @@ class AutoRule(AutoState):
         if not self.coefficients:
             return {}
         c = self.coefficients
-        if evaluation is None:
-            length = self._estimated_length(c, slope)
-            part = self._allowed_part(c["whitened"], length, slope)
-            self.length = length * part**2
-        else:
-            Q = evaluation.Q
-            x = np.array(list(c.values()))
-            part = self._allowed_part(c["whitened"], float(x @ Q @ x) / 2, slope)
-            x = x * part
-            self.length = float(x @ Q @ x) / 2
-            self.slope_change = self.multiplier * float(evaluation.curvature()[0] @ x)
-            self.curvature_ratio = 2 * self.length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
+        x = np.array(list(c.values()))
+        length = self._estimated_length(c, slope) if evaluation is None else float(x @ evaluation.Q @ x) / 2
+        part = self._allowed_part(c["whitened"], length, slope)
+        self.length = length * part**2
+        if evaluation is not None:
+            self.slope_change = self.multiplier * part * float(evaluation.curvature()[0] @ x)
+            self.curvature_ratio = 2 * length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
         return {name: x * part for name, x in c.items()}
 
     def _minimise(self, t: int, slopes: Parts, evaluation: Evaluation) -> None:

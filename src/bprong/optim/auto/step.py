@@ -139,7 +139,7 @@ class Automatic(StepRule):
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
         rates = dict.fromkeys(gradients.values, 0.0)
         self.directions.by_kind(gradients, layers, rates)
-        _last_update_(gradients, rates)
+        _last_update_(gradients, rates, 0.0)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
@@ -147,8 +147,7 @@ class Automatic(StepRule):
         if not rule.multiplier:
             rule.evaluate_until = max(rule.evaluate_until, gradients.t + 2)  # evaluate the next one
             return
-        last = _last_update_(gradients, rates)
-        _decay_(gradients, rates, rule.settings.decay_rate * rule.multiplier)
+        last = _last_update_(gradients, rates, rule.settings.decay_rate * rule.multiplier)
         gradients = self._per_target(gradients)
         if self.pending:
             rule.update_trust(dot(gradients.values, self.pending))
@@ -165,7 +164,7 @@ class Automatic(StepRule):
         _update_(last, directions, c)
         updates = list(last.values())
         if gradients.noted:
-            note_lengths(last, layers)
+            note_lengths(last, layers, dict.fromkeys(last, rule.multiplier))
         self.pending = {} if evaluation is None else directions["whitened"]
         if evaluation is None or math.isnan(evaluation.loss):
             torch._foreach_add_(list(last), updates, alpha=rule.multiplier)
@@ -283,17 +282,11 @@ def _totals(batches: Sequence[Batch]) -> list[float]:
     return [total, scale]
 
 
-def _decay_(gradients: Gradients, rates: Mapping[Tensor, float], eta: float) -> None:
-    """p ← exp(−η · weight_decay) p. Evaluations come later, so that the model of the loss need not contain it."""
-    for p, rate in rates.items():
-        factor = math.exp(-eta * rate * gradients.groups[p]["weight_decay"])
-        gradients.states[p][LAST_DECAY] = factor
-        if factor < 1:
-            p.mul_(factor)
+def _last_update_(gradients: Gradients, rates: Mapping[Tensor, float], eta: float) -> dict[Tensor, Tensor]:
+    """Δ₀; and weight decay: p ← exp(−η · weight_decay) p, before evaluations, so that they need not contain it.
 
-
-def _last_update_(gradients: Gradients, rates: Mapping[Tensor, float]) -> dict[Tensor, Tensor]:
-    """Δ₀. A relative rate that was lowered scales it down, as a rate does SGD's momentum; at zero nothing moves."""
+    A relative rate that was lowered scales Δ₀ down, as a rate does SGD's momentum; at zero nothing moves.
+    """
     last = {}
     for p, rate in rates.items():
         state = gradients.states[p]
@@ -301,8 +294,10 @@ def _last_update_(gradients: Gradients, rates: Mapping[Tensor, float]) -> dict[T
         before = state.get(LAST_RATE, 0.0)
         if rate < before:
             last[p].mul_(rate / before)
-        state[LAST_RATE] = rate
-        state[LAST_STEP] = gradients.t
+        decay = math.exp(-eta * rate * gradients.groups[p]["weight_decay"])
+        if decay < 1:
+            p.mul_(decay)
+        state |= {LAST_RATE: rate, LAST_DECAY: decay, LAST_STEP: gradients.t}
     return last
 
 
