@@ -147,7 +147,13 @@ class BPRONG(SteppingOptimizer):
             "momentum": self._rule.momentum if momentum is None else momentum,
             "weight_decay": weight_decay,
         }
-        if step == "natural" and lr != "auto" and 0 < lr < SMALL_RATE:
+        if (
+            self._whitens_backward
+            and step == "natural"
+            and lr != "auto"
+            and 0 < lr < SMALL_RATE
+            and not self._loss.sums
+        ):
             warn(f"lr={lr:g} is small for natural steps: try 0.01 to 0.1, or leave out lr for steps that need none")
         self._whitening = self._whitening_of(every)
         self._meter = Meter(

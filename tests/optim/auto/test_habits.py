@@ -369,3 +369,5 @@ def test_a_learning_rate_made_for_adamw_is_worth_one_line_of_advice():
         bprong.BPRONG(model, "cross_entropy", lr=1e-3, step="spectral")
         bprong.BPRONG(model, "cross_entropy", lr=0.005)
         bprong.BPRONG(model, "cross_entropy", lr=0.0)
+        bprong.BPRONG(model, nn.CrossEntropyLoss(reduction="sum"), lr=1e-3)
+        bprong.PRONG(model, "cross_entropy", lr=1e-3)

@@ -1,0 +1,27 @@
+"""Habits of AdamW's users cost steps without a learning rate what they cost AdamW; `benchmarks/adamw_habits.py`."""
+
+from functools import cache
+
+import pytest
+from adamw_habits import ADAMW_TARGET, BAR, HABITS, TARGET, losses, steps_to
+
+from helpers import quick_cases
+
+QUICK = ("weight_decay=0.1", "lr written by hand", "cosine", "warm-up")
+
+
+@cache
+def steps(name, step):
+    return steps_to(ADAMW_TARGET if step is None else TARGET, losses(HABITS[name], step, seed=0))
+
+
+@pytest.mark.parametrize("name", quick_cases([name for name in HABITS if name != "plain"], *QUICK))
+@pytest.mark.parametrize("step", quick_cases(["natural", "spectral"], "natural"))
+def test_a_habit_costs_no_more_than_it_costs_adamw(step, name):
+    cost = steps(name, step) / steps("plain", step)
+    assert cost <= BAR * steps(name, None) / steps("plain", None)
+
+
+def test_a_path_that_misses_the_target_counts_twice():
+    assert steps_to(0.1, [0.5, 0.2]) == 300
+    assert steps_to(0.1, [0.5, 0.05, 0.01]) == 2
