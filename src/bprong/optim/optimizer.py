@@ -56,8 +56,8 @@ class BPRONG(SteppingOptimizer):
                       nn.BCEWithLogitsLoss, nn.MSELoss; F.cross_entropy, …), its name ("cross_entropy", "nll",
                       "bce_with_logits", "mse"), or a `bprong.Likelihood` of your own. A module is best: its calls show
                       the targets. "categorical", "bernoulli" and "gaussian" stand for the mean of −log p over targets
-    lr                "auto": no learning rate; the step minimises a quadratic model of the loss (docs/auto.md), and the
-                      group's lr, which is 1, multiplies it. A number: the paper's step at this learning rate, with the
+    lr                "auto": no learning rate; the step minimises a quadratic model of the loss (docs/auto.md). Of an lr
+                      in groups, or that schedulers or you write, only ratios count then. A number: the paper's step at this learning rate, with the
                       gradient of your loss as it is, as for SGD
     params            parameters or parameter groups; by default all parameters of the model that are trainable now. If
                       you unfreeze others later, give model.parameters(), or use add_param_group then
@@ -65,7 +65,7 @@ class BPRONG(SteppingOptimizer):
                       are then as for AdamW, since each weight's step has a root mean square of 0.2 lr
     momentum          as for SGD; a velocity in ordinary coordinates. Spectral steps average gradients instead, as Muon
                       does. None: 0, and 0.9 for spectral steps
-    weight_decay      decoupled, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
+    weight_decay      as for AdamW, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": as at an lr of 0.001
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
                       defaults. lr="auto" chooses them along with the step unless they are given
