@@ -200,33 +200,6 @@ CYCLES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CYCLES)
-def test_numbers_that_a_scheduler_writes_into_an_automatic_optimizer_are_explained_once(name: str) -> None:
-    """There momentum is not used, and lr multiplies the automatic step; a max_lr made for SGD shortens it a lot."""
-    model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr="auto")
-    scheduler = CYCLES[name](optimizer)
-    said: list[str] = []
-    for _ in range(6):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(model, optimizer, [(X, Y)])
-            scheduler.step()
-        said += [str(w.message) for w in caught if issubclass(w.category, WhiteningWarning)]
-    (message,) = said
-    assert "momentum" in message
-    assert "lr" in message
-
-
-def test_schedulers_that_write_no_momentum_need_no_explanation() -> None:
-    model = mlp(5, 4, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", lr="auto")
-    scheduler = schedulers.CosineAnnealingLR(optimizer, 10)
-    for _ in range(6):
-        train(model, optimizer, [(X, Y)])
-        scheduler.step()
-
-
 def test_momentum_that_a_scheduler_writes_is_used_at_a_fixed_rate() -> None:
     """It is SGD's momentum there, and needs no explanation."""
     model = mlp(5, 4, 3)

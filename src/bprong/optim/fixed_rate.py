@@ -29,6 +29,7 @@ from bprong.whitening.layers import Layers
 DAMPING: Mapping[SideName, float] = {"forward": 0.2, "backward": 0.015}  # docs/sweep.md
 DAMPING_OF_INPUTS_ALONE: Mapping[SideName, float] = {"forward": 0.01, "backward": 0.015}
 MAX_STEP = 0.1  # docs/spectral.md has the rates that were tried
+SMALL_RATE = 0.005  # a smaller one is more often a habit than a choice
 FALLBACK_RATE = 0.1  # Adam's learning rate, relative to that of whitened parameters
 MOST_FALLBACK = 0.01  # of Adam's learning rate where natural steps are bounded, as at lr="auto"
 
@@ -63,6 +64,9 @@ class FixedRate(RuleWithDamping):
         bound = setup.bound(MAX_STEP if setup.both_sides else None)
         few = setup.has_default_damping and bound is not None
         return cls(natural_damping(setup), bound, setup.options.fallback(FALLBACK_RATE), few)
+
+    def __str__(self) -> str:
+        return "natural steps"
 
     def check_group(self, group: Group) -> None:
         self._momentum = max(self._momentum, float(group["momentum"]))

@@ -15,13 +15,14 @@ from bprong.capture.recorder import Recorder
 from bprong.capture.tape import Head
 from bprong.capture.weights import COVERED, covered_weights
 from bprong.checks import number, one_of
+from bprong.errors import warn
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
 from bprong.optim.auto.race import Race
 from bprong.optim.auto.step import Automatic, NaturalDirections
 from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
-from bprong.optim.fixed_rate import FixedRate
+from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
 from bprong.optim.report import Report, layer_row
 from bprong.optim.rules import Directions, Group, StepRule
@@ -57,16 +58,19 @@ class BPRONG(SteppingOptimizer):
                       nn.BCEWithLogitsLoss, nn.MSELoss; F.cross_entropy, …), its name ("cross_entropy", "nll",
                       "bce_with_logits", "mse"), or a `bprong.Likelihood` of your own. A module is best: its calls show
                       the targets. "categorical", "bernoulli" and "gaussian" stand for the mean of −log p over targets
-    lr                "auto": no learning rate; the step minimises a quadratic model of the loss (docs/auto.md), and the
-                      group's lr, which is 1, multiplies it. A number: the paper's step at this learning rate, with the
-                      gradient of your loss as it is, as for SGD
+    lr                "auto": no learning rate; the step minimises a quadratic model of the loss (docs/auto.md). Of the
+                      learning rates that groups have, or that schedulers or you write, only ratios count then. A
+                      number: the paper's step at this learning rate, with the gradient of your loss as it is, as for
+                      SGD
     params            parameters or parameter groups; by default all parameters of the model that are trainable now. If
                       you unfreeze others later, give model.parameters(), or use add_param_group then
     step              "natural": the paper's step. "spectral": Muon's step in whitened coordinates; lr and weight_decay
-                      are then as for AdamW, since each weight's step has a root mean square of 0.2 lr
+                      are then as for AdamW, since each weight's step has a root mean square of 0.2 lr. "auto": natural
+                      steps at a given lr; without one both are tried side by side at first, and the better ones go on
+                      (docs/races.md)
     momentum          as for SGD; a velocity in ordinary coordinates. Spectral steps average gradients instead, as Muon
                       does. None: 0, and 0.9 for spectral steps
-    weight_decay      decoupled, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": a penalty beside −log p
+    weight_decay      as for AdamW, on ordinary weights: p ← (1 − lr · weight_decay) p; lr="auto": as at an lr of 0.001
     forward_damping, backward_damping
                       ε₁ of Ž and ε₂ of D: numbers, or `bprong.Damping`; docs/sweep.md has the sweep behind the
                       defaults. lr="auto" chooses them along with the step unless they are given
@@ -152,6 +156,14 @@ class BPRONG(SteppingOptimizer):
             "momentum": self._rule.momentum if momentum is None else momentum,
             "weight_decay": weight_decay,
         }
+        if (
+            self._whitens_backward
+            and step != "spectral"
+            and lr != "auto"
+            and 0 < lr < SMALL_RATE
+            and not self._loss.sums
+        ):
+            warn(f"lr={lr:g} is small for natural steps: try 0.01 to 0.1, or leave out lr for steps that need none")
         self._whitening = self._whitening_of(every)
         self._meter = Meter(
             self._model, self._loss, head, self._whitening.request, self._whitening.seconds, self._ranks
@@ -210,13 +222,15 @@ class BPRONG(SteppingOptimizer):
 
     # The contract of torch.optim --------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", f"({self._rule}, loss: {self._loss.name}", 1)
+
     def add_param_group(self, param_group: Group) -> None:
         """As for every optimizer; its numbers are checked."""
         group = self.defaults | dict(param_group)
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             group[key] = number(key, group[key], 0, below)
-        if self._race is None or group["momentum"]:  # a race gives spectral steps their default
-            self._rule.check_group(group)
+        (self._rule if self._race is None else self._race).check_group(group)
         super().add_param_group(group)
         self._whitening.given = set(self._parameters)
         self._recorder.trained = self._whitening.given

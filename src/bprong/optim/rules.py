@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # torch's own states of the parameters
 Direction = Mapping[Tensor, Tensor]  # what each parameter moves by; others do not move
+CHOSEN_MOMENTUM = "chosen_momentum"  # in the groups of automatic steps: the user's, whatever schedulers write
 
 
 @dataclass

@@ -23,6 +23,7 @@ from bprong.linalg.orthogonal import whitened_msgn
 from bprong.optim.fallback import Fallback
 from bprong.optim.options import Power, Setup
 from bprong.optim.rules import (
+    CHOSEN_MOMENTUM,
     Directions,
     Gradients,
     Group,
@@ -131,6 +132,9 @@ class Spectral(RuleWithDamping):
             raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
         return cls(setup.damping(DAMPING), SpectralDirections.of(setup), setup.has_default_damping)
 
+    def __str__(self) -> str:
+        return "spectral steps"
+
     def check_group(self, group: Group) -> None:
         self.direction.check_group(group)
 
@@ -147,7 +151,9 @@ def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Te
     """The averages of the gradients, which advance, with Nesterov's correction: what the next average would be."""
     averages = {}
     for p in parameters:
-        momentum = gradients.groups[p]["momentum"] or SpectralDirections.momentum
+        group = gradients.groups[p]
+        # Zero: natural steps, which have none, have lost a race.
+        momentum = group.get(CHOSEN_MOMENTUM, group["momentum"]) or SpectralDirections.momentum
         average = kept(gradients.states[p], AVERAGE, p)
         average.lerp_(gradients.values[p], 1 - momentum)
         averages[p] = gradients.values[p].lerp(average, momentum)

@@ -62,6 +62,19 @@ class Batch:
     whole: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class PenalisedEvaluation(Evaluation):
+    """Of a loss that contains the penalty `alpha`.
+
+    penalty:  (k, k) its curvature along the directions
+    """
+
+    penalty: Array
+
+    def curvature(self, lam: float = 0.0) -> Array:
+        return super().curvature(lam) + self.penalty
+
+
 class Pass(NamedTuple):
     """A forward pass of a batch: the inputs of all layers and the output, E[y | f], and the mean −log p."""
 
@@ -206,7 +219,7 @@ class Trainer:
             self._known = now if batch.whole else None
             change = now.nll + self._penalty(self.network.parameters, batch) - loss
             # λ is judged by the whole loss: at its minimum the slopes of −log p and of the penalty cancel.
-            whole = replace(evaluation, Q=evaluation.Q + evaluation.penalty, slopes=np.array(list(slopes.values())))
+            whole = replace(evaluation, slopes=np.array(list(slopes.values())))
             if not rule.update_damping(whole, c, change):
                 self._undo_()
         return loss
@@ -265,11 +278,11 @@ class Trainer:
             layer.record(z, delta, batch.share, keep, settings.max_dim, same)
             layer.factor(lam, self.rule.settings.faint * lam, mean.dtype)
 
-    def _evaluated(self, known: Pass, directions: list[Direction], batch: Batch) -> Evaluation:
+    def _evaluated(self, known: Pass, directions: list[Direction], batch: Batch) -> PenalisedEvaluation:
         """The quadratic model of −log p and of the penalty along the directions."""
         V = [self.network.change(known.z, d) for d in directions]
         FV = [batch.share[:, None] * self.likelihood.fisher_times(known.mean, v) for v in V]
-        return Evaluation(
+        return PenalisedEvaluation(
             Q=_table(V, FV, np.vdot),
             G=_table(directions, directions, Direction.dot),
             penalty=batch.penalty * _table(directions, directions, Direction.dot_weights),

@@ -365,7 +365,7 @@ def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(
     if observed:
         batch = Batch(x, f.detach(), targets=Targets.observed(declared, y))
     direction = {p: torch.randn_like(p) for p in model.parameters()}
-    found = LossModel(model, declared.likelihood).evaluate([direction], [batch], {}, seed=0)
+    found = LossModel(model, declared.likelihood).evaluate([direction], [batch], seed=0)
     ignored = int((y == -100).sum())
     count = math.ceil(SETTINGS.evaluated_least * 100 / (100 - ignored))
     assert found.part == count / 100

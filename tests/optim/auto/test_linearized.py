@@ -348,7 +348,7 @@ def test_drawn_targets_depend_on_the_seed_alone_and_leave_no_trace():
     directions = directions_of(model)
     batch = Batch(x, targets=Targets.observed(declared_loss(Laplace()), rows(6, 3)))
     random = torch.random.get_rng_state()
-    one, same, other = (LossModel(model, Laplace()).evaluate(directions, [batch], {}, seed).Q for seed in (1, 1, 2))
+    one, same, other = (LossModel(model, Laplace()).evaluate(directions, [batch], seed).Q for seed in (1, 1, 2))
     assert torch.equal(random, torch.random.get_rng_state())
     assert (one == same).all()
     assert (one != other).any()

@@ -1,6 +1,7 @@
 """The rule behind lr="auto" by itself: numbers in, numbers out."""
 
 import copy
+import logging
 import math
 from dataclasses import fields, replace
 
@@ -17,7 +18,8 @@ VARIED = AutoSettings(
     evaluate_every=5, evaluate_share=0.2, evaluated_part=0.5, evaluated_least=48, early_refreshes=(3,),
     initial_lambda=3e-3, well=0.9, raise_lambda=3.0, lower_lambda=1.5, leave_plateau=7.0, plateau=0.1, faint=0.03,
     sampling=0.7, keep=0.4, least_trust=0.1, most_momentum=0.8, most_fallback=0.05, clamp=3.0, bound_share=0.1,
-    bound_nats=0.3, bound_late=0.4, first_part=0.2, blow_up=5.0, undone_part=0.125, release=2.5,
+    bound_nats=0.3, bound_late=0.4, first_part=0.2, blow_up=5.0, undone_part=0.125, release=2.5, decay_rate=3e-3,
+    low=0.1, low_steps=30,
 )  # fmt: skip
 
 
@@ -40,13 +42,13 @@ def test_the_other_constants_are_all_different():
 def found(curvatures, loss, examples=64, slopes=None):
     """An evaluation of directions that are orthogonal in F."""
     zero = np.zeros((len(curvatures), len(curvatures)))
-    return Evaluation(np.diag(curvatures), zero, zero, loss, np.array(slopes or zero[0]), examples)
+    return Evaluation(np.diag(curvatures), zero, loss, np.array(slopes or zero[0]), examples)
 
 
-def choose(rule, t, slope, curvature=1.0, loss=1.0, examples=64, lr=1.0, product=0.0):
+def choose(rule, t, slope, curvature=1.0, loss=1.0, examples=64, product=0.0):
     """α if Δ is the only direction; product: ΔᵀΔ, which λ multiplies."""
     evaluation = replace(found([curvature], loss, examples), G=np.full((1, 1), product))
-    return rule.choose(t, {"whitened": slope}, evaluation, lr)["whitened"]
+    return rule.choose(t, {"whitened": slope}, evaluation)["whitened"]
 
 
 def ask(rule, t, alpha, curvature=1e-6, loss=40.0):
@@ -55,10 +57,10 @@ def ask(rule, t, alpha, curvature=1e-6, loss=40.0):
     return rule.coefficients["whitened"]
 
 
-def longest(rule, t, loss=1.0, lr=1.0, **more):
+def longest(rule, t, loss=1.0, **more):
     """½dᵀFd of a step whose minimum is four times as long as the bound allows, but whose slope promises little."""
     slope = -2 * math.sqrt(2 * bound(loss, rule.settings))
-    return choose(rule, t, slope, 1.0, loss, lr=lr, **more) ** 2 / 2
+    return choose(rule, t, slope, 1.0, loss, **more) ** 2 / 2
 
 
 def update(rule, ratio):
@@ -109,24 +111,79 @@ def test_all_steps_after_an_undone_update_are_evaluated_for_a_while(t, settings)
 # How far --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lr", [1.0, 50.0])
 @pytest.mark.parametrize("loss", [0.02, 0.2, 1.0, 40.0])
-def test_predictions_move_by_no_more_than_a_share_of_the_loss_whatever_the_learning_rate(loss, lr, settings):
+def test_predictions_move_by_no_more_than_a_share_of_the_loss(loss, settings):
     rule = rule_of(settings)
     most = bound(loss, settings)
     for t in (3, 4, 20, 30):
-        assert longest(rule, t, loss, lr) == pytest.approx(most)
-    between = rule.choose(31, {"whitened": -2 * math.sqrt(2 * most)}, None, lr)["whitened"]
+        assert longest(rule, t, loss) == pytest.approx(most)
+    between = rule.choose(31, {"whitened": -2 * math.sqrt(2 * most)}, None)["whitened"]
     assert between**2 / 2 == pytest.approx(most)
     assert rule.coefficients["whitened"] ** 2 / 2 == pytest.approx(most)  # nor does the average remember more
 
 
-def test_within_the_bound_the_learning_rate_multiplies_the_step(settings):
-    rule = rule_of(settings)
-    for lr in (0.1, 1.0, 7.0):
-        assert choose(rule, 3, -1e-3, lr=lr) == pytest.approx(lr * 1e-3, rel=RIDGE)
-        between = rule.choose(4, {"whitened": -1e-3}, None, lr)["whitened"]
-        assert between == pytest.approx(lr * 1e-3, rel=RIDGE)
+def test_the_learning_rate_changes_nothing_but_what_the_next_slope_is_compared_with(settings):
+    """It multiplies the step that was chosen: the next batch's slope is predicted for the part that is made."""
+    whole = rule_of(settings)
+    part = rule_of(settings, multiplier=0.1)
+    assert choose(part, 3, -1e-3) == choose(whole, 3, -1e-3) == pytest.approx(1e-3, rel=RIDGE)
+    assert part.slope_change == pytest.approx(0.1 * whole.slope_change)
+    assert part.length == whole.length
+    evaluation = found([1.0], 1.0, slopes=[-0.2])
+    for rule in (whole, part):
+        assert rule.update_damping(evaluation, {"whitened": 0.2}, -0.02)
+    assert part.lam == whole.lam
+
+
+# Learning rates -------------------------------------------------------------------------------------------------------
+
+
+def multipliers(lrs, planned=0.0, start=0, rule=None):
+    rule = rule or AutoRule()
+    found = []
+    for t, lr in enumerate(lrs, start):
+        rule.relate(t, lr, planned)
+        found.append(rule.multiplier)
+    return found
+
+
+def test_learning_rates_count_relative_to_the_highest_that_there_was():
+    """So a constant one is 1, whatever it is; one that rises is 1 as well, as nobody knows how far it will."""
+    assert multipliers([3e-4] * 3) == [1.0] * 3
+    assert multipliers([1e-3, 1e-3, 1e-4, 5e-4]) == pytest.approx([1.0, 1.0, 0.1, 0.5])
+    assert multipliers([1e-5, 1e-4, 1e-3, 5e-4]) == pytest.approx([1.0, 1.0, 1.0, 0.5])
+
+
+def test_learning_rates_count_relative_to_what_a_schedule_plans():
+    assert multipliers([1e-4, 1e-3, 5e-4], planned=1e-3) == pytest.approx([0.1, 1.0, 0.5])
+
+
+def test_a_learning_rate_of_zero_is_no_reference():
+    assert multipliers([0.0, 0.0, 1e-3, 0.0]) == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_plans_that_a_schedule_does_not_come_near_stop_counting_after_20_steps(caplog):
+    """Noam's schedule multiplies lr=1 by 0.001. What it really reaches is known later, so it rises as 1."""
+    rates = [1e-5 * t for t in range(1, 31)] + [2e-4, 1e-4]
+    with caplog.at_level(logging.INFO, logger="bprong"):
+        found = multipliers(rates, planned=1.0)
+    assert found[:20] == pytest.approx(rates[:20])
+    assert found[20:] == pytest.approx([1.0] * 10 + [2 / 3, 1 / 3])
+    assert len(caplog.records) == 1
+    assert "counts as 1" in caplog.text
+
+
+@pytest.mark.parametrize("high", [0.04, 0.06])
+def test_a_schedule_that_once_came_near_its_plan_keeps_it(high, caplog):
+    rule = AutoRule()
+    assert multipliers([high] + [0.01] * 30, 1.0, rule=rule)[-1] == (0.01 if high > 0.05 else 0.25)
+    assert multipliers([0.01], 10.0, start=31, rule=rule) == ([0.001] if high > 0.05 else [0.25])
+
+
+def test_a_late_start_is_no_reason_to_forget_a_plan_before_there_is_a_learning_rate():
+    rule = AutoRule()
+    multipliers([0.0] * 30, planned=1.0, rule=rule)
+    assert multipliers([1e-3, 2e-3], planned=1.0, start=30, rule=rule) == [1.0, 1.0]
 
 
 def test_the_users_bound_holds_if_it_is_the_lower_one(settings):
@@ -219,13 +276,12 @@ def test_the_brake_is_released_while_the_next_batch_would_have_gone_further(sett
 
 @pytest.mark.parametrize("slope", [-1e2, -1e6])
 def test_no_slope_is_trusted_to_decrease_the_loss_by_more_than_there_is(slope, settings):
-    """Along directions that F does not see no curvature limits the step; at evaluations and between, for every lr."""
+    """Along directions that F does not see no curvature limits the step; at evaluations and between."""
     rule = rule_of(settings)
     most = 2 * 0.7
-    for lr in (1.0, 50.0):
-        assert -slope * choose(rule, 3, slope, 1e-9, 0.7, lr=lr) == pytest.approx(most)
-        between = rule.choose(4, {"whitened": 2 * slope}, None, lr)["whitened"]
-        assert -2 * slope * between == pytest.approx(most)
+    assert -slope * choose(rule, 3, slope, 1e-9, 0.7) == pytest.approx(most)
+    between = rule.choose(4, {"whitened": 2 * slope}, None)["whitened"]
+    assert -2 * slope * between == pytest.approx(most)
 
 
 def test_a_users_own_nll_may_be_negative(settings):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import lr_scheduler as schedulers
 
 import bprong
 from automatic import DATA, auto, loss_of
@@ -45,20 +44,6 @@ def test_at_lr_zero_nothing_moves(start):
     assert loss_of(model) < reached
 
 
-def test_lr_multiplies_the_step():
-    """Shown for the first step, which is within its bound here."""
-    moved = []
-    for lr in (1.0, 0.1):
-        torch.manual_seed(1)
-        model = mlp(5, 4, 3)
-        before = snapshot(model)
-        optimizer = auto(model)
-        optimizer.param_groups[0]["lr"] = lr
-        train(model, optimizer, [DATA])
-        moved.append(model[0].weight - before["0.weight"])
-    assert_close(moved[1], 0.1 * moved[0], 1e-9)
-
-
 def test_the_quadratic_model_includes_the_learning_rates_of_groups():
     """A layer at lr 0 is as good as frozen; at 0.1 predictions of the loss remain good, so λ stays small."""
     model = mlp(5, 4, 3)
@@ -72,27 +57,6 @@ def test_the_quadratic_model_includes_the_learning_rates_of_groups():
     optimizer.param_groups[0]["lr"] = 0.1
     train(model, optimizer, batches(*DATA, 20, 30))
     assert optimizer.report().rule["lambda"] < 0.05
-
-
-SCHEDULERS = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda t: 0.9**t),
-    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1.0, total_steps=40, cycle_momentum=False),
-    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=5, factor=0.5),
-    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 40),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_run(name):
-    model = mlp(5, 4, 3)
-    optimizer = auto(model)
-    scheduler = SCHEDULERS[name](optimizer)
-    before = loss_of(model)
-    for batch in batches(*DATA, 20, 40):
-        train(model, optimizer, [batch])
-        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-    assert loss_of(model) < before / 2
-    assert optimizer.param_groups[0]["lr"] != 1.0
 
 
 # Checkpoints and copies -----------------------------------------------------------------------------------------------

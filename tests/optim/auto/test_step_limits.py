@@ -38,19 +38,17 @@ def moves(model, optimizer, steps):
     return found, losses
 
 
-@pytest.mark.parametrize("lr", [1.0, 50.0])
-def test_no_learning_rate_moves_predictions_further_than_the_bound(lr):
-    """The bound is a share of the averaged loss, and a part of that for the first steps. At lr 50 it is reached."""
+def test_predictions_move_no_further_than_the_bound():
+    """The bound is a share of the averaged loss, and a part of that for the first steps. It is reached there."""
     model = mlp(5, 4, 3)
     model[2].weight.data *= 8
     optimizer = auto(model, options=EXACT)
     averaged = None
-    optimizer.param_groups[0]["lr"] = lr
     found, losses = moves(model, optimizer, 10)
     for t, (length, loss) in enumerate(zip(found, losses, strict=True)):
         averaged = loss if averaged is None else SETTINGS.keep * averaged + (1 - SETTINGS.keep) * loss
         most = bound(averaged) * min(1.0, SETTINGS.first_part * 2**t)
-        assert length == pytest.approx(most) if lr > 1 else length <= 1.000001 * most
+        assert length == pytest.approx(most) if t < 3 else length <= 1.000001 * most
     assert losses[-1] < losses[0] / 10
 
 
@@ -176,24 +174,7 @@ def test_a_constant_in_a_users_own_likelihood_does_not_matter(constant):
     assert_same_path(ends[1], ends[0], 1e-6)
 
 
-# Weight decay, and parameters that are added later --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["clipped", "summed"])
-def test_weight_decay_is_relative_to_the_mean_loss_whatever_happens_to_the_gradient(how):
-    model = mlp(5, 4, 3)
-    other = copy.deepcopy(model)
-    data = list(batches(*DATA, 20, 30))
-    expected = snapshot(train(model, auto(model, weight_decay=0.1, options=EXACT), data))
-    loss = nn.CrossEntropyLoss(reduction="sum" if how == "summed" else "mean")
-    optimizer = auto(other, loss, weight_decay=0.1, options=EXACT)
-    for x, y in data:
-        optimizer.zero_grad()
-        loss(other(x), y).backward()
-        if how == "clipped":
-            nn.utils.clip_grad_norm_(other.parameters(), 0.01)
-        optimizer.step()
-    assert_same_path(snapshot(other), expected, 1e-6)
+# Parameters that are added later --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("t", quick_cases([5, 15, 25], 15))
@@ -228,13 +209,13 @@ def test_the_coefficient_of_adams_direction_is_a_learning_rate():
 # Undoing an update ----------------------------------------------------------------------------------------------------
 
 
-def after_an_update():
+def after_an_update(**arguments):
     """A network, its optimizer and a batch after 25 steps, with the parameters before the last of them."""
     torch.manual_seed(0)
     model = mlp(5, 8, 3)
     x = torch.randn(60, 5, dtype=torch.float64)
     batch = (x, x[:, :3].argmax(-1))
-    optimizer = auto(model)
+    optimizer = auto(model, **arguments)
     train(model, optimizer, [batch] * 24)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, [batch])
@@ -275,9 +256,10 @@ def test_after_an_undone_update_the_brake_is_released_by_evaluations_only():
     assert rule.brake == 1
 
 
-def test_two_gradients_in_a_row_that_are_not_finite_undo_the_last_update():
-    """A single one may be the fault of its batch and changes nothing."""
-    model, optimizer, batch, before = after_an_update()
+@pytest.mark.parametrize("decay", [0.0, 50.0])
+def test_two_gradients_in_a_row_that_are_not_finite_undo_the_last_update(decay):
+    """A single one may be the fault of its batch and changes nothing. The decay before the update is undone too."""
+    model, optimizer, batch, before = after_an_update(weight_decay=decay)
     now = [p.detach().clone() for p in model.parameters()]
     for expected in (now, before):
         for p in model.parameters():

@@ -56,10 +56,8 @@ class LossModel:
         self._ranks = ranks
         self._is_compared = False  # whether a subset was compared with the whole batch
 
-    def evaluate(
-        self, directions: Sequence[Direction], batches: Sequence[Batch], decay: Mapping[Tensor, float], seed: int
-    ) -> Evaluation:
-        """The quadratic model on the batches of all processes; decay: of each parameter; seed: of this process."""
+    def evaluate(self, directions: Sequence[Direction], batches: Sequence[Batch], seed: int) -> Evaluation:
+        """The quadratic model on the batches of all processes; seed: of this process."""
         k = len(directions)
         parts: list[_Part] = []
 
@@ -79,11 +77,9 @@ class LossModel:
         self.everything = undivided > 0
         self.forward_mode = refused == 0
         means = np.array(weighted) / weight
-        penalties = [{p: d[p] * rate for p, rate in decay.items() if p in d} for d in directions]
         return Evaluation(
             Q=means[: k * k].reshape(k, k),
-            G=_products(directions, directions),
-            penalty=_products(directions, penalties),
+            G=_products(directions),
             loss=float(means[-1]),
             slopes=means[k * k : -1],
             targets=int(targets),
@@ -216,9 +212,9 @@ def _counted_targets(likelihood: Likelihood, output: Tensor, counted: Tensor | N
     return likelihood.targets(output) if counted is None else int(counted.sum())
 
 
-def _products(left: Sequence[Direction], right: Sequence[Direction]) -> Array:
+def _products(directions: Sequence[Direction]) -> Array:
     """The symmetric matrix of dot products: (k, k)."""
-    lower: Array = np.tril([[dot(x, y) for y in right] for x in left])
+    lower: Array = np.tril([[dot(x, y) for y in directions] for x in directions])
     return lower + np.tril(lower, -1).T
 
 

@@ -28,7 +28,7 @@ from bprong.likelihood.loss import Targets
 from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic, NaturalDirections, totals
 from bprong.optim.options import Setup
-from bprong.optim.rules import Direction, Gradients, States, StepRule, dot
+from bprong.optim.rules import CHOSEN_MOMENTUM, Direction, Gradients, Group, States, StepRule, dot
 from bprong.optim.spectral import SpectralDirections
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
@@ -229,6 +229,11 @@ class Race:
         size = sum(p.numel() for p in setup.model.parameters())
         return None if setup.ranks.sharded or size > SETTINGS.largest else cls(setup)
 
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError for a momentum: natural steps choose theirs, and spectral ones have their default."""
+        NaturalDirections.of(self._setup).check_group(group)
+        group[CHOSEN_MOMENTUM] = 0.0
+
     def winner(self, leader: StepRule, gradients: Gradients, layers: Layers) -> Automatic | None:
         """Let the rival make this step, before the leader does; return its rule if it has won, else None."""
         if self.rival is None:
@@ -236,6 +241,7 @@ class Race:
             if leader.multiplier(gradients) < SETTINGS.full:
                 return None
             rule = Automatic.of(self._setup, SpectralDirections, leader.loss_model)
+            rule.rule.continue_rates(leader.rule)
             self.rival = Rival(rule, gradients.values, layers, gradients.t)
         rival = self.rival
         try:

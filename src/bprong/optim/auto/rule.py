@@ -16,6 +16,7 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from bprong.linalg.factors import Damping
 from bprong.linalg.quadratic import Array, minimiser
 from bprong.whitening.layer import Layer, Side
 
+LOG = logging.getLogger("bprong")
 Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
 
 
@@ -57,6 +59,9 @@ class AutoSettings:
     first_part        the part of this bound that is allowed at first
     blow_up           the loss, relative to the first loss, above which the last update is undone
     undone_part       how much less ½dᵀFd, and how much less of the slope, is allowed after an undone update
+    decay_rate        η of weight decay at M = 1: AdamW's default lr. A decay is set by the number of steps that weights
+                      remember, 1/(η · weight_decay) (Wang & Aitchison 2024), and not by the length of the steps
+    low, low_steps    planned learning rates stop counting if M was never above `low` in this many steps
     release           the factor by which the slope counts for more again while the next batch would have gone further,
                       up to half of what was undone; beyond, its fourth root
     """
@@ -86,6 +91,9 @@ class AutoSettings:
     blow_up: float = 10.0
     undone_part: float = 0.25
     release: float = 2.0
+    decay_rate: float = 1e-3
+    low: float = 0.05
+    low_steps: int = 20
 
 
 SETTINGS = AutoSettings()
@@ -96,7 +104,6 @@ class Evaluation:
     """What was measured of a step along some directions, of which Δ is the first.
 
     Q, G      (k, k) dᵢᵀ F dⱼ and dᵢᵀ dⱼ, which λ multiplies
-    penalty   (k, k) the curvature of the penalty on parameters that weight decay is
     loss      the mean −log p of a target; NaN: none of these targets counts
     slopes    (k,) its derivatives along the directions
     targets   the number of targets of the examples that this is of, which are this `part` of all examples
@@ -105,12 +112,15 @@ class Evaluation:
 
     Q: Array
     G: Array
-    penalty: Array
     loss: float
     slopes: Array
     targets: int
     part: float = 1.0
     loss_now: Callable[[], float] = lambda: math.nan
+
+    def curvature(self, lam: float = 0.0) -> Array:
+        """dᵢᵀ (F + λ) dⱼ, which a loss with other parts than −log p adds to."""
+        return self.Q + lam * self.G
 
 
 @dataclass
@@ -135,6 +145,11 @@ class AutoState:
     evaluate_until   the step until which all are evaluated
     period           steps between evaluations that `evaluate_share` asks for; None: not known yet
     scale            of the user's loss relative to the mean −log p of a target
+    highest_lr       the highest learning rate of all groups and steps
+    plan_counts      whether what schedules start from or plan to reach counts too; not if they do not come near it
+    multiplier       M: the highest learning rate of the last step, relative to these
+    highest_multiplier
+                     the highest M of all steps
     """
 
     lam: float = SETTINGS.initial_lambda
@@ -155,6 +170,10 @@ class AutoState:
     evaluate_until: int = SETTINGS.evaluate_every
     period: int | None = None
     scale: float = 1.0
+    highest_lr: float = 0.0
+    plan_counts: bool = True
+    multiplier: float = 1.0
+    highest_multiplier: float = 0.0
 
 
 @dataclass
@@ -178,6 +197,32 @@ class AutoRule(AutoState):
         cautious = self.caution < 1 and self.loss is not None
         return t < self.evaluate_until or cautious or t % period == 0
 
+    # Learning rates ---------------------------------------------------------------------------------------------------
+
+    def relate(self, t: int, lr: float, planned: float) -> None:
+        """M of step t.
+
+        lr:       the highest of all groups
+        planned:  the highest that schedules start from or plan to reach
+        """
+        self.highest_lr = max(self.highest_lr, lr)
+        if self.highest_lr and t >= self.settings.low_steps and self.highest_multiplier <= self.settings.low:
+            LOG.info(
+                'lr="auto": learning rates do not come near %.2g; the highest so far, %.2g, counts as 1 from now on',
+                planned, self.highest_lr,
+            )  # fmt: skip
+            self.plan_counts = False
+            self.highest_multiplier = 1.0
+        reference = max(self.highest_lr, planned) if self.plan_counts else self.highest_lr
+        self.multiplier = lr and lr / reference
+        self.highest_multiplier = max(self.highest_multiplier, self.multiplier)
+
+    def continue_rates(self, other: AutoRule) -> None:
+        """Relate learning rates to those that another rule has seen."""
+        self.highest_lr = other.highest_lr
+        self.plan_counts = other.plan_counts
+        self.highest_multiplier = other.highest_multiplier
+
     # Damping ----------------------------------------------------------------------------------------------------------
 
     def damping(self, layer: Layer, side: Side) -> Damping | None:
@@ -200,17 +245,21 @@ class AutoRule(AutoState):
         return Damping(math.sqrt(self.lam * of_side / of_other) + sampling * of_side)
 
     def update_damping(self, evaluation: Evaluation, c: Parts, change: float) -> bool:
-        """Adapts λ to what the loss did. False: it rose so much, or is not finite, that the step is to be undone."""
+        """Adapts λ to the change of the loss by the whole d, whatever part of it is made, so that M does not change λ.
+
+        False: the loss rose so much, or is not finite, that the step is to be undone.
+        """
         settings = self.settings
         x = np.array(list(c.values()))
-        predicted = float(evaluation.slopes @ x + x @ evaluation.Q @ x / 2)
-        self.ratio = change / predicted if predicted < 0 else None
+        predicted = float(evaluation.slopes @ x + x @ evaluation.curvature() @ x / 2)
+        ratio = change / predicted if predicted < 0 else math.nan
+        self.ratio = None if math.isnan(ratio) else ratio
         good = math.isfinite(change) and change <= 2 * self._bound()
         if good:
             self.caution = min(1.0, 2 * self.caution)
-        if not good or (self.ratio is not None and self.ratio < 1 - settings.well):
+        if not good or ratio < 1 - settings.well:
             self.lam *= settings.raise_lambda
-        elif self.ratio is not None and self.ratio > settings.well:
+        elif ratio > settings.well:
             plateau = self.curvature_ratio < settings.plateau
             self.lam /= settings.leave_plateau if plateau else settings.lower_lambda
         self.lam = min(max(self.lam, 1e-30), 1e30)  # far beyond what matters: it must not vanish in long runs
@@ -233,11 +282,10 @@ class AutoRule(AutoState):
         """s: how much of a slope along Δ other data confirm."""
         return min(1.0, max(self.settings.least_trust, self.slope_kept / max(self.slope_promised, 1e-300)))
 
-    def choose(self, t: int, slopes: Parts, evaluation: Evaluation | None, lr: float = 1.0) -> Parts:
-        """The coefficients of a step; between evaluations those of the last one hold.
+    def choose(self, t: int, slopes: Parts, evaluation: Evaluation | None) -> Parts:
+        """The coefficients of d, of which M is made; between evaluations those of the last one hold.
 
-        slopes:  of the loss along the directions, penalty included; between evaluations that of Δ is enough
-        lr:      a multiplier on α and β
+        slopes:  of the loss along the directions; between evaluations that of Δ is enough
         """
         slope = slopes["whitened"]
         if evaluation is not None:
@@ -248,20 +296,14 @@ class AutoRule(AutoState):
                 evaluation = None
         if not self.coefficients:
             return {}
-        # Δ₀ contains the learning rate already.
-        c = {name: x if name == "last" else x * lr for name, x in self.coefficients.items()}
-        if evaluation is None:
-            length = self._estimated_length(c, slope)
-            part = self._allowed_part(c["whitened"], length, slope)
-            self.length = length * part**2
-        else:
-            Q = evaluation.Q
-            x = np.array(list(c.values()))
-            part = self._allowed_part(c["whitened"], float(x @ Q @ x) / 2, slope)
-            x = x * part
-            self.length = float(x @ Q @ x) / 2
-            self.slope_change = float((Q + evaluation.penalty)[0] @ x)
-            self.curvature_ratio = 2 * self.length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
+        c = self.coefficients
+        x = np.array(list(c.values()))
+        length = self._estimated_length(c, slope) if evaluation is None else float(x @ evaluation.Q @ x) / 2
+        part = self._allowed_part(c["whitened"], length, slope)
+        self.length = length * part**2
+        if evaluation is not None:
+            self.slope_change = self.multiplier * part * float(evaluation.curvature()[0] @ x)
+            self.curvature_ratio = 2 * length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
         return {name: x * part for name, x in c.items()}
 
     def _minimise(self, t: int, slopes: Parts, evaluation: Evaluation) -> None:
@@ -272,8 +314,7 @@ class AutoRule(AutoState):
         b = np.array(list(slopes.values()))
         b[0] *= self.trust * self.brake
         limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
-        A = Q + evaluation.penalty + self.lam * evaluation.G
-        c = minimiser(A, b, [limits.get(name, math.inf) for name in slopes])
+        c = minimiser(evaluation.curvature(self.lam), b, [limits.get(name, math.inf) for name in slopes])
         c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
         coefficients = dict(zip(slopes, c.tolist(), strict=True))
         self.coefficients = coefficients if t < self.evaluate_until else self._averaged(coefficients)

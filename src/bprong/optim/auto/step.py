@@ -20,14 +20,25 @@ from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Pa
 from bprong.optim.fallback import Fallback
 from bprong.optim.fixed_rate import natural_damping
 from bprong.optim.options import Setup
-from bprong.optim.rules import Direction, Directions, Gradients, Group, StepRule, dot, kept, note_lengths
+from bprong.optim.rules import (
+    CHOSEN_MOMENTUM,
+    Direction,
+    Directions,
+    Gradients,
+    Group,
+    StepRule,
+    dot,
+    kept,
+    note_lengths,
+)
 from bprong.parallel.processes import ALONE, Ranks
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
 
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
-LAST_LR = "last_lr"  # of the lr it was made at,
+LAST_RATE = "last_rate"  # of the learning rate it was made at, relative to the highest of all groups,
+LAST_DECAY = "last_decay"  # of what the parameter was multiplied by before,
 LAST_STEP = "last_step"  # and of the number of that step
 
 
@@ -90,7 +101,7 @@ class Automatic(StepRule):
         self.pending: Direction = {}
         self._damping = damping
         self._ranks = ranks
-        self._warned: set[str] = set()
+        self._warned = False
 
     @classmethod
     def of(cls, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> Automatic:
@@ -107,8 +118,12 @@ class Automatic(StepRule):
     def kind(self) -> str:
         return f"{super().kind}, {self.directions.name}" if self.directions.name else super().kind
 
+    def __str__(self) -> str:
+        return f"{self.directions.name or 'natural'} steps, lr: automatic, times {self.rule.multiplier:.3g}"
+
     def check_group(self, group: Group) -> None:
         self.directions.check_group(group)
+        group[CHOSEN_MOMENTUM] = group["momentum"]
 
     def damping(self, layer: Layer, side: Side) -> Damping:
         return self.rule.damping(layer, side) or self._damping[side.name]
@@ -122,18 +137,20 @@ class Automatic(StepRule):
         }
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
-        self.directions.by_kind(gradients, layers, dict.fromkeys(gradients.values, 0.0))
-        _last_update_(gradients)
+        rates = dict.fromkeys(gradients.values, 0.0)
+        self.directions.by_kind(gradients, layers, rates)
+        _last_update_(gradients, rates, 0.0)
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
-        self._warn_of_unused(gradients)
-        last = _last_update_(gradients)
-        gradients = self._penalised(gradients)
+        rates = self._relative_rates(gradients)
+        if not rule.multiplier:
+            rule.evaluate_until = max(rule.evaluate_until, gradients.t + 2)  # evaluate the next one
+            return
+        last = _last_update_(gradients, rates, rule.settings.decay_rate * rule.multiplier)
+        gradients = self._per_target(gradients)
         if self.pending:
             rule.update_trust(dot(gradients.values, self.pending))
-        lr = self.multiplier(gradients)
-        rates = {p: float(group["lr"]) / lr if lr else 1.0 for p, group in gradients.groups.items()}
         directions: dict[str, Direction] = {**self.directions.by_kind(gradients, layers, rates)}
         if gradients.t and self.directions.keeps_last_update:
             directions["last"] = last
@@ -143,59 +160,63 @@ class Automatic(StepRule):
             measured = directions
             evaluation = self._evaluated(directions, gradients, layers)
         slopes = {name: dot(gradients.values, d) for name, d in measured.items()}
-        c = rule.choose(gradients.t, slopes, evaluation, lr)
+        c = rule.choose(gradients.t, slopes, evaluation)
         _update_(last, directions, c)
+        updates = list(last.values())
         if gradients.noted:
-            note_lengths(last, layers)
+            note_lengths(last, layers, dict.fromkeys(last, rule.multiplier))
         self.pending = {} if evaluation is None else directions["whitened"]
-        if evaluation is not None and not math.isnan(evaluation.loss):
-            change = evaluation.loss_now() - evaluation.loss
-            if not rule.update_damping(evaluation, c, change):
-                self.undo_(gradients)
+        if evaluation is None or math.isnan(evaluation.loss):
+            torch._foreach_add_(list(last), updates, alpha=rule.multiplier)
+            return
+        torch._foreach_add_(list(last), updates)
+        change = evaluation.loss_now() - evaluation.loss
+        torch._foreach_sub_(list(last), updates, alpha=1 - rule.multiplier)
+        if not rule.update_damping(evaluation, c, change):
+            self.undo_(gradients)
 
     def multiplier(self, gradients: Gradients) -> float:
-        """The largest learning rate of all groups, which multiplies the step."""
-        return max([float(group["lr"]) for group in gradients.groups.values()])
+        """The learning rate of this step, relative to the highest of the run."""
+        self._relative_rates(gradients)
+        return self.rule.multiplier
 
-    def _penalised(self, gradients: Gradients) -> Gradients:
-        """With the gradients of the mean −log p and of ½ weight_decay ‖θ‖²."""
-        values = gradients.values
+    def _relative_rates(self, gradients: Gradients) -> dict[Tensor, float]:
+        """The learning rates, relative to the highest of them. That, relative to the whole run's, is the rule's M."""
+        lrs = {}
+        planned = 0.0
+        for p, group in gradients.groups.items():
+            lrs[p] = float(group["lr"])
+            of_cycle = group["max_lr"] if "min_lr" in group else 0.0  # OneCycleLR writes both
+            planned = max(planned, group.get("initial_lr", 0.0), of_cycle)
+        highest = max(lrs.values())
+        self.rule.relate(gradients.t, highest, float(planned))
+        return {p: lr and lr / highest for p, lr in lrs.items()}
+
+    def _per_target(self, gradients: Gradients) -> Gradients:
+        """With the gradients of the mean −log p of a target."""
+        if gradients.factor is None and not self._warned:
+            self._warned = True
+            warn(
+                'lr="auto": gradients were multiplied by more than one factor between the backward pass and the step, '
+                "as clip_grad_value_ does; they are used as they are"
+            )
         scale = self.rule.scale * (gradients.factor or 1.0)
-        if scale != 1:
-            values = dict(zip(values, torch._foreach_div(list(values.values()), scale), strict=True))
-        penalised = {p: values[p].add(p, alpha=rate) for p, rate in _decay(gradients).items()}
-        return replace(gradients, values=values | penalised)
+        if scale == 1:
+            return gradients
+        values = torch._foreach_div(list(gradients.values.values()), scale)
+        return replace(gradients, values=dict(zip(gradients.values, values, strict=True)))
 
     def _evaluated(self, directions: Mapping[str, Direction], gradients: Gradients, layers: Layers) -> Evaluation:
         """The quadratic model along the directions; the first one shows what evaluations cost."""
         seed = mixed(gradients.seed, -1)  # no other purpose has it at this step,
         if self._ranks.rank:  # and no other rank
             seed = mixed(seed, self._ranks.rank)
-        evaluation = self.loss_model.evaluate(list(directions.values()), gradients.batches, _decay(gradients), seed)
+        evaluation = self.loss_model.evaluate(list(directions.values()), gradients.batches, seed)
         if self.rule.period is None:
             count = len(directions.keys() | {"last"})
             share = self.rule.settings.evaluate_share
             self.rule.period = evaluation_period(layers.values(), count, evaluation.part, share)
         return evaluation
-
-    def _warn_of_unused(self, gradients: Gradients) -> None:
-        """Warns of what was done to gradients or groups and does not act as meant."""
-        if gradients.factor is None:
-            self._warn(
-                "gradients were multiplied by more than one factor between the backward pass and the step, as "
-                "clip_grad_value_ does; they are used as they are"
-            )
-        if self.directions.keeps_last_update and any(group["momentum"] for group in gradients.groups.values()):
-            self._warn(
-                "something, such as OneCycleLR or CyclicLR, has written a momentum into the parameter groups. It is "
-                "not used here, and lr multiplies the automatic step: 1 is the step itself. Give such a scheduler "
-                "cycle_momentum=False and max_lr=1"
-            )
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warn(f'lr="auto": {message}')
 
     def reruns(self, t: int) -> bool:
         return self.rule.evaluates(t)
@@ -224,9 +245,10 @@ class Automatic(StepRule):
         steps = {p: state[LAST_STEP] for p, state in gradients.states.items() if LAST_STEP in state}
         latest = max(steps.values(), default=0)
         updates = {p: gradients.states[p][LAST] for p, t in steps.items() if t == latest}
-        if not dot(updates, updates):
+        if not (self.rule.multiplier and dot(updates, updates)):
             return False
-        torch._foreach_sub_(list(updates), list(updates.values()))
+        torch._foreach_sub_(list(updates), list(updates.values()), alpha=self.rule.multiplier)
+        torch._foreach_div_(list(updates), [gradients.states[p][LAST_DECAY] for p in updates])
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}
         self.rule.undone(gradients.t)
@@ -254,11 +276,6 @@ class Automatic(StepRule):
         self.rule = replace(self.rule, **numbers)
 
 
-def _decay(gradients: Gradients) -> dict[Tensor, float]:
-    """The weight decay of the parameters that have one."""
-    return {p: group["weight_decay"] for p, group in gradients.groups.items() if group["weight_decay"]}
-
-
 def totals(batches: Sequence[Batch]) -> list[float]:
     """The user's loss, NaN if it was not seen, and what multiple of the mean −log p of a target it is."""
     total = 0.0
@@ -270,26 +287,28 @@ def totals(batches: Sequence[Batch]) -> list[float]:
     return [total, scale]
 
 
-def _last_update_(gradients: Gradients) -> dict[Tensor, Tensor]:
-    """Δ₀. A learning rate that was lowered scales it down, as it does SGD's momentum; at zero nothing moves."""
+def _last_update_(gradients: Gradients, rates: Mapping[Tensor, float], eta: float) -> dict[Tensor, Tensor]:
+    """Δ₀; and weight decay: p ← exp(−η · weight_decay) p, before evaluations, so that they need not contain it.
+
+    A relative rate that was lowered scales Δ₀ down, as a rate does SGD's momentum; at zero nothing moves.
+    """
     last = {}
-    for p, group in gradients.groups.items():
+    for p, rate in rates.items():
         state = gradients.states[p]
         last[p] = kept(state, LAST, p)
-        before = state.get(LAST_LR, 0.0)
-        lr = float(group["lr"])
-        if lr < before:
-            last[p].mul_(lr / before)
-        state[LAST_LR] = lr
-        state[LAST_STEP] = gradients.t
+        before = state.get(LAST_RATE, 0.0)
+        if rate < before:
+            last[p].mul_(rate / before)
+        decay = math.exp(-eta * rate * gradients.groups[p]["weight_decay"])
+        if decay < 1:
+            p.mul_(decay)
+        state |= {LAST_RATE: rate, LAST_DECAY: decay, LAST_STEP: gradients.t}
     return last
 
 
 def _update_(last: Direction, directions: Mapping[str, Direction], c: Parts) -> None:
-    """Δ₀ ← αΔ + βΔ_Adam + μΔ₀, θ ← θ + Δ₀."""
-    updates = list(last.values())
-    torch._foreach_mul_(updates, c.get("last", 0.0))
+    """Δ₀ ← αΔ + βΔ_Adam + μΔ₀."""
+    torch._foreach_mul_(list(last.values()), c.get("last", 0.0))
     for name in ("whitened", "adam"):
         for p, d in directions.get(name, {}).items():
             last[p].add_(d.to(p.dtype), alpha=c.get(name, 0.0))
-    torch._foreach_add_(list(last), updates)
