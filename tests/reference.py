@@ -141,3 +141,27 @@ def whitening_matrix(moment, epsilon):
         if P[np.argmax(np.abs(P[:, j])), j] < 0:
             P[:, j] = -P[:, j]
     return np.diag((np.maximum(eigenvalues, 0) + epsilon) ** -0.5) @ P.T
+
+
+def feature_units(rows, centred=True, examples=0.0, kurtosis=np.inf, N=None):
+    """u of each feature of the data, one feature at a time: uᵢ² ∝ v̂ᵢ = vᵢᵖ v̄¹⁻ᵖ with p = k/(k + k₀).
+
+    rows:                the inputs (n, d), which count as N examples
+    examples, kurtosis:  k₀ = examples + N/kurtosis
+    """
+    N = len(rows) if N is None else N
+    variances, k = [], []
+    for feature in rows.T:
+        deviations = feature - feature.mean() if centred else feature
+        v = np.mean(deviations**2)
+        is_constant = np.sqrt(v) <= 1e-3 * abs(feature.mean()) if centred else v == 0
+        variances.append(v)
+        k.append(0.0 if is_constant else N * v**2 / np.mean(deviations**4))
+    log_mean = sum(ki * np.log(v) for ki, v in zip(k, variances, strict=True) if ki) / sum(k)
+    squares = []
+    for ki, v in zip(k, variances, strict=True):
+        k0 = examples + N / kurtosis
+        squares.append(np.exp((ki * (np.log(v) if ki else 0.0) + k0 * log_mean) / (ki + k0)) if ki + k0 else 1.0)
+    # The mean variance is the same in these units.
+    share = np.mean([v / square for v, square in zip(variances, squares, strict=True)]) / np.mean(variances)
+    return np.sqrt(share * np.array(squares))

@@ -61,6 +61,7 @@ def test_a_log_resumes(tmp_path):
         *((f"auto-{name}.csv", "auto_autoencoder") for name in ("autoencoder", "hold")),
         ("auto-many.csv", "sixty_problems"),
         ("continuous.csv", "continuous_whitening"),
+        ("feature-units.csv", "feature_units"),
         ("cost.csv", "width_cost"),
         ("modern.csv", "modern_networks"),
         ("safe-rates.csv", "safe_rates"),

@@ -275,14 +275,6 @@ def test_what_is_an_option_is_no_argument(name):
         bprong.BPRONG(mlp(5, 3), "cross_entropy", lr=0.01, **{name: 1})
 
 
-def test_low_rank_with_damping_relative_to_variances_is_refused():
-    with pytest.raises(ValueError, match='solver="low-rank" needs damping'):
-        bprong.BPRONG(
-            mlp(5, 3), "cross_entropy", lr=0.01, forward_damping=bprong.Damping(0.1, "variance"),
-            options={"solver": "low-rank"},
-        )  # fmt: skip
-
-
 def test_groups_that_a_rule_cannot_follow_are_refused():
     model = mlp(5, 4, 3)
     with pytest.raises(ValueError, match='lr="auto" chooses how much of the last update to keep'):

@@ -207,7 +207,7 @@ def test_a_refresh_that_would_change_the_outputs_is_undone(matrix, message, monk
     momentum = optimizer.state[model[0].weight_dagger]["momentum_buffer"].clone()
 
     def unfit(second, *_):
-        return Root(matrix(len(second)), second.diagonal(), second, second)
+        return Root(matrix(len(second)), second.diagonal(), second)
 
     monkeypatch.setattr(bprong.network.rewhitening, "root_of", unfit)
     with pytest.warns(WhiteningWarning) as caught:

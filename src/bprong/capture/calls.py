@@ -48,6 +48,7 @@ class Call:
     first:     the column of a that belongs to the first row of the weight, where several are packed into one
     geometry:  of a convolution
     ignored:   mask of rows that do not count: the padding of an embedding
+    of_data:   whether z was not computed from anything that is trained
     """
 
     weight: WeightMatrix
@@ -57,6 +58,7 @@ class Call:
     first: int = 0
     geometry: Geometry | None = None
     ignored: Tensor | None = None
+    of_data: bool = False
 
     @property
     def positions(self) -> torch.Size | None:
@@ -196,6 +198,7 @@ class Calls(list[Call]):
         self.called.add(weight.name)
         if z.numel() == 0:
             return
+        of_data = torch.is_grad_enabled() and not (z.requires_grad or weight.one_hot)
         z = as_plain(z.detach())
         if z.is_nested:
             z = z.values()
@@ -208,7 +211,7 @@ class Calls(list[Call]):
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # they may keep a copy
         )
         shape = (a.values() if a.is_nested else a).shape
-        self.append(Call(weight, z if is_kept else z.clone(), shape, edge, **details))
+        self.append(Call(weight, z if is_kept else z.clone(), shape, edge, of_data=of_data, **details))
         self.note_masks(details.get("ignored"))
 
 

@@ -80,7 +80,8 @@ def measure(
         request.likelihood.check(output.values)
         targets = request.likelihood.targets(output.values) if counted is None else int(counted.sum())
     centred = {weight.name: centre for weight, centre in request.weights.items() if weight in recorded.recorded}
-    inputs = {name: Sums(centre, request.rows) for name, centre in centred.items()}
+    computed = {call.weight.name for call in recorded if not call.of_data}
+    inputs = {name: Sums(centre, request.rows, name not in computed) for name, centre in centred.items()}
     errors = {name: Sums(False, request.rows) for name in centred}
     reached: dict[Call, Tensor] = {}  # the rows that errors came back to, of calls where that decides which rows count
     graph = Graph(output, recorded)

@@ -20,6 +20,7 @@ from torch import Tensor
 from bprong.checks import number, one_of
 from bprong.errors import LinAlgError, WhiteningError
 from bprong.linalg.moments import Blocks, Moments, diagonal, finite, random_directions
+from bprong.linalg.units import feature_units
 
 RelativeTo = Literal["one", "mean", "variance"]
 RELATIVES = get_args(RelativeTo)
@@ -33,15 +34,13 @@ class Damping:
 
     relative_to="one"       ε                  the paper's ε
     relative_to="mean"      ε · tr(Ž)/d        independent of the common scale of the features
-    relative_to="variance"  ε · diag(Ž)        independent of the scale of each feature, so that the step is exactly
-                                               invariant to a rescaling of features. For features that vary in most
-                                               examples: one that is rarely active, such as a pixel at the border of
-                                               an image, would make steps that are far too long
+    relative_to="variance"  the same           in units of its own for each feature of the data (`units.py`), so that
+                                               the step hardly depends on how features are scaled
 
-    A coordinate (or a whole side) that never varies is damped as if its variance were one; its gradient is zero.
+    A side that never varies is damped as if its variance were one; its gradient is zero.
 
-    >>> Damping(0.1, relative_to="variance").amounts(torch.tensor([4.0, 0.0]))
-    tensor([0.4000, 0.1000])
+    >>> Damping(0.1, relative_to="mean").amounts(torch.tensor([4.0, 0.0]))
+    tensor([0.2000, 0.2000])
     """
 
     value: float
@@ -60,15 +59,14 @@ class Damping:
 
     def amounts(self, variances: Tensor) -> Tensor:
         """Return what is added to a diagonal, from the diagonal itself: (d,), or (n, d) for n blocks."""
-        return self.value * self.units(variances)
-
-    def units(self, variances: Tensor) -> Tensor:
-        """Return the unit of ε for each coordinate."""
         if self.relative_to == "one":
-            return torch.ones_like(variances)
-        if self.relative_to == "mean":
-            variances = variances.mean().expand_as(variances)
-        return torch.where(variances > NEVER_VARIES, variances, 1.0)
+            return torch.full_like(variances, self.value)
+        mean = variances.mean().expand_as(variances)
+        return self.value * torch.where(mean > NEVER_VARIES, mean, 1.0)
+
+    def units(self, moments: Moments) -> Tensor | None:
+        """Return the units that features are to be in, like their variances; None: they stay as they are."""
+        return feature_units(moments) if self.relative_to == "variance" else None
 
 
 class Factor:
@@ -178,11 +176,17 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def precondition(
-    left: Factor | None, right: Factor | None, c: Tensor | None, g_W: Tensor | None, g_b: Tensor | None
+    left: Factor | None,
+    right: Factor | None,
+    c: Tensor | None,
+    g_W: Tensor | None,
+    g_b: Tensor | None,
+    u: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(RᵀR)(g_W − g_b cᵀ)(UᵀU) and (RᵀR) g_b: the step for W, and for b as seen from the centre c.
 
     left: RᵀR; right: UᵀU; None: the identity, or nothing centred
+    u:    (1, in) the units that right is in; None: as inputs are. The gradient and the step are divided by them
 
     The bias moves by the second minus the first times c. They are kept apart because weight and bias may have learning
     rates of their own.
@@ -193,7 +197,10 @@ def precondition(
     if g_W is None or right is None:
         return g_W, g_b
     scratch = None if left is None else g_W  # what may be overwritten: not the user's own gradient
-    return right.right(centred(g_W, g_b, c, scratch), overwrite=scratch is not None), g_b
+    matrix = centred(g_W, g_b, c, scratch)
+    if u is None:
+        return right.right(matrix, overwrite=scratch is not None), g_b
+    return right.right(matrix / u, overwrite=True).div_(u), g_b
 
 
 def centred(g_W: Tensor, g_b: Tensor | None, c: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -107,12 +107,12 @@ def factor_by_low_rank(
     backoff: Backoff,
     is_chosen: bool,
 ) -> LowRank | None:
-    """Return the low-rank factor of a side; None: it is not one block, or not damped alike everywhere, or flat.
+    """Return the low-rank factor of a side; None: it is not one block, or flat.
 
     previous:  its factor before
     backoff:   when it is tried, unless `is_chosen`: the user asked for it
     """
-    if blocks.lead or damping.relative_to == "variance" or not (is_chosen or backoff.tries()):
+    if blocks.lead or not (is_chosen or backoff.tries()):
         return None
     epsilon = float(damping.amounts(moments.variances)[0])
     largest_rank = blocks.size - 1 if is_chosen else int(LOW_RANK_SHARE * blocks.size)

@@ -112,14 +112,16 @@ class Moments:
     mean:     (d,) E[z], or None where nothing is centred (δ, and z of a layer without a trainable bias)
     values:   (d, d) Σ (z−mean)(z−mean)ᵀ, or Σ zzᵀ where nothing is centred
     as_rows:  values are the rows z−mean, or z, instead: (n, d)
+    tails:    (2, d) Σ z³ and Σ z⁴, float64, of features of the data (`units.py`); None: not measured
 
-    For a side in n blocks they have one dimension more: (n, d), (n, d, d) and (rows, n, d).
+    For a side in n blocks they have one dimension more: (n, d), (n, d, d), (rows, n, d) and (2, n, d).
     """
 
     weight: float
     mean: Tensor | None
     values: Tensor
     as_rows: bool = False
+    tails: Tensor | None = None
 
     @property
     def scatter(self) -> Tensor:
@@ -148,7 +150,12 @@ class Moments:
     def thinned(self) -> Moments:
         """Return the moments of each feature alone, as those of a block of its own; another process has the rest."""
         mean = None if self.mean is None else self.mean.reshape(-1, 1)
-        return Moments(self.weight, mean, self.variances.reshape(-1, 1, 1) * self.weight)
+        tails = None if self.tails is None else self.tails.reshape(2, -1, 1)
+        return Moments(self.weight, mean, self.variances.reshape(-1, 1, 1) * self.weight, tails=tails)
+
+    def in_units(self, units: Tensor | None) -> Moments:
+        """Return the second moment of the features, each divided by its unit; units: (d,); None: as they are."""
+        return self if units is None else Moments(self.weight, None, self.scatter / outer(units, units))
 
     @property
     def finite(self) -> bool:
@@ -179,12 +186,14 @@ class Moments:
             scatter.mul_(keep).add_(new.values)
         old_weight = self.weight * keep
         weight = old_weight + new.weight
+        tails = None if self.tails is None or new.tails is None else self.tails * keep + new.tails
+        moments = replace(self, weight=weight, tails=tails)
         if self.mean is None:
-            return replace(self, weight=weight)
+            return moments
         difference = cast(Tensor, new.mean) - self.mean
         add_outer(scatter, difference, difference, old_weight * new.weight / weight, out=scatter)
         # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
-        return replace(self, weight=weight, mean=self.mean + difference * (new.weight / weight))
+        return replace(moments, mean=self.mean + difference * (new.weight / weight))
 
 
 class Sums:
@@ -192,6 +201,7 @@ class Sums:
 
     centre:     whether they are centred at their mean
     keep_rows:  whether the moments are to have the rows themselves
+    tails:      whether they are to have Σ z³ and Σ z⁴
 
     Rows z are summed about an origin o, the mean of the first chunk: Σ(z−o)(z−o)ᵀ and s = Σ(z−o). At the end s sᵀ/n is
     subtracted. The first chunk is a part of the rows, so that with k chunks o is at most √k standard deviations from
@@ -205,7 +215,7 @@ class Sums:
     ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
     """
 
-    def __init__(self, centre: bool, keep_rows: bool = False) -> None:
+    def __init__(self, centre: bool, keep_rows: bool = False, tails: bool = False) -> None:
         self.rows = 0
         self._keep_rows = keep_rows
         self._centre = centre
@@ -213,10 +223,14 @@ class Sums:
         self._sum = torch.zeros((), dtype=torch.float64, device="cpu")  # s
         self._chunks: list[Tensor] = []  # rows about the origin whose products are not in the scatter yet
         self._scatter: Tensor | None = None
+        self._tails = torch.zeros((), dtype=torch.float64, device="cpu") if tails else None
 
     def add(self, rows: Tensor, expected: int = 0) -> None:
         """Add rows (n, d), or (n, blocks, d); expected: how many there will be at least."""
         rows = rows.detach().to(float64_device(rows), at_least_float32(rows.dtype))
+        if self._tails is not None:
+            z = rows.to(torch.float64)
+            self._tails = self._tails + torch.stack([(z**3).sum(0), (z**4).sum(0)])
         if self._centre:
             if self._origin is None:
                 self._origin = _origin(rows)
@@ -250,14 +264,14 @@ class Sums:
         as_rows = self._scatter is None
         values = torch.cat(self._chunks) if self._scatter is None else self._scatter
         if self._origin is None:
-            return Moments(weight, None, values, as_rows)
+            return Moments(weight, None, values, as_rows, self._tails)
         offset = self._sum / self.rows
         if as_rows:
             values -= offset.to(values)
         else:
             s = self._sum.to(values)
             add_outer(values, s, s, -1 / self.rows, out=values)
-        return Moments(weight, self._origin + offset, values, as_rows)
+        return Moments(weight, self._origin + offset, values, as_rows, self._tails)
 
 
 def _origin(rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bprong.errors import WhiteningError
 from bprong.linalg.factors import Damping, Dense, cholesky, eigenpairs
-from bprong.linalg.moments import Blocks, Moments, diagonal, finite, outer
+from bprong.linalg.moments import Blocks, Moments, diagonal, finite
 
 RootSolver = Literal["eigh", "cholesky", "symmetric"]
 
@@ -28,7 +28,6 @@ class Root:
     matrix:   (d, d) U or R
     damping:  (d,) what was added to the diagonal
     second:   (d, d) the moment that was whitened
-    scaled:   (d, d) the same in units of the damping, which is what was factored
 
     For a side in n blocks each has a leading dimension n.
     """
@@ -36,12 +35,11 @@ class Root:
     matrix: Tensor
     damping: Tensor
     second: Tensor = field(repr=False)
-    scaled: Tensor = field(repr=False)
 
     @cached_property
     def rank(self) -> int:
         """The rank of the second moment, without the damping, at float64's precision."""
-        return _rank(torch.linalg.eigvalsh(self.scaled))
+        return _rank(torch.linalg.eigvalsh(self.second))
 
 
 def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver = "eigh") -> Root:
@@ -61,12 +59,8 @@ def root_of(second: Tensor, damping: float | Damping = 0.0, solver: RootSolver =
     second = second.to(torch.float64)
     second = (second + second.mT) / 2
     damping = Damping.of(damping)
-    units = damping.units(diagonal(second))
-    # In these units the damping is a multiple of I. For damping relative to variances the scaled moment is the
-    # correlation matrix, which stays well conditioned when features differ by many orders of magnitude.
-    unit = units.sqrt()
-    scaled = second / outer(unit, unit)
-    return Root(_root(scaled, damping.value, solver) / unit.unsqueeze(-2), damping.value * units, second, scaled)
+    epsilon = damping.amounts(diagonal(second))
+    return Root(_root(second, float(epsilon.flatten()[0]), solver), epsilon, second)
 
 
 def _root(second: Tensor, epsilon: float, solver: RootSolver) -> Tensor:

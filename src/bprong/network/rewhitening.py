@@ -112,6 +112,10 @@ class Rewhitening:
             raise TypeError(f"Rewhitening needs the loss that you minimise: {ACCEPTED}")
         self._likelihood = declared_loss(loss).likelihood
         self._damping = {"forward": Damping.of(forward_damping), "backward": Damping.of(backward_damping)}
+        if any(damping.relative_to == "variance" for damping in self._damping.values()):
+            raise ValueError(
+                'a whitened network has no units of features: use a number, or a Damping relative to "mean"'
+            )
 
     def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
         """Do what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).

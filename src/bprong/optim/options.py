@@ -129,8 +129,6 @@ class Setup:
         for name, default in defaults.items():
             given_damping = self.dampings[name]
             dampings[name] = Damping.of(default if given_damping is None else given_damping)
-        if self.options.solver == "low-rank" and any(d.relative_to == "variance" for d in dampings.values()):
-            raise ValueError('solver="low-rank" needs damping that is equal in all directions, not "variance"')
         return dampings
 
     def bound(self, default: float | None) -> float | None:

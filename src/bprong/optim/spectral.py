@@ -37,6 +37,7 @@ from bprong.whitening.layers import Layers, Pairs, Stack, stacked
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
 DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
+AUTOMATIC_DAMPING: Mapping[SideName, Damping] = {**DAMPING, "forward": Damping(1.0, "variance")}  # docs/auto.md
 RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
 SMALLEST = 1e-30  # a direction shorter than this is zero
 
@@ -66,7 +67,7 @@ class SpectralDirections(Directions):
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:
-        return setup.damping(DAMPING)
+        return setup.damping(AUTOMATIC_DAMPING)
 
     def check_group(self, group: Group) -> None:
         """Raises ValueError if a group has no momentum, because a single gradient is too noisy for a spectral step."""
@@ -92,9 +93,12 @@ class SpectralDirections(Directions):
         """−η s Rᵀ msgn(R M Uᵀ) U of each layer, and zero for its bias."""
         pairs = {layer: pair for layer, pair in pairs.items() if pair[0] is not None}
         directions: dict[Layer, Tensor] = {}
+        units: list[Tensor | None] = []
         for stack in layers.stacks(pairs):
             matrices = [centred(cast(Tensor, pairs[layer][0]), pairs[layer][1], layer.c) for layer in stack.layers]
-            msgn = whitened_msgn(cast(Tensor, stacked(matrices)), *self._factors(stack))
+            matrix = cast(Tensor, stacked(matrices))
+            msgn = whitened_msgn(matrix if stack.u is None else matrix / stack.u, *self._factors(stack))
+            units += stack.units
             directions |= zip(stack.layers, [msgn] if len(matrices) == 1 else msgn.unbind(), strict=True)
         if not directions:
             return {}
@@ -106,6 +110,9 @@ class SpectralDirections(Directions):
             torch._foreach_div_(steps, norms)
             factors = [factor * self.rms * math.sqrt(d.numel()) for factor, d in zip(factors, steps, strict=True)]
         torch._foreach_mul_(steps, factors)
+        for step, u in zip(steps, units, strict=True):
+            if u is not None:
+                step.div_(u)
         biases = [pairs[layer][1] for layer in directions]
         zeros = [None if M_b is None else torch.zeros_like(M_b) for M_b in biases]
         return dict(zip(directions, zip(steps, zeros, strict=True), strict=True))

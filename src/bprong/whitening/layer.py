@@ -31,7 +31,7 @@ from bprong.linalg.factors import (
     factor_by_cholesky,
 )
 from bprong.linalg.low_rank import LOW_RANK_FROM, Backoff, factor_by_low_rank
-from bprong.linalg.moments import Blocks, Moments, at_least_float32, feature_means, float64_device
+from bprong.linalg.moments import Blocks, Moments, at_least_float32, diagonal, feature_means, float64_device
 from bprong.linalg.roots import RootSolver, factor_by_eigenvalues
 
 SideName = Literal["forward", "backward"]
@@ -50,6 +50,7 @@ class Side:
 
     moments:          the running average of what was measured
     factor:           (Ž+ε)⁻¹ or (D+ε)⁻¹; None: the identity
+    units:            the units of the features that the factor is in; None: as they are
     refreshed_at:     the step at which the factor was last computed
     mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
     last_drift:       what `drift` returned when the factor was last compared with new moments
@@ -63,6 +64,7 @@ class Side:
     backoff: Backoff = field(default_factory=Backoff)
     moments: Moments | None = None
     factor: Factor | None = None
+    units: Tensor | None = None
     refreshed_at: int | None = None
     mean_eigenvalue: float | None = None
     observations: float = 0.0
@@ -102,9 +104,9 @@ class Side:
         """How far the factor is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖; infinite without a factor."""
         if self.factor is None:
             return float("inf")
-        damped = moments.second_in(self.factor.tensor.dtype)
-        diagonal = damped.diagonal(dim1=-2, dim2=-1)
-        diagonal.add_(damping.amounts(diagonal))
+        damped = moments.in_units(self.units).second_in(self.factor.tensor.dtype)
+        old, new = (1.0 if units is None else units for units in (self.units, damping.units(moments)))
+        diagonal(damped).add_(damping.amounts(moments.variances) * (new / old) ** 2)
         return distance_from_white(self.factor, damped)
 
     def damping_for_few(self, damping: Damping) -> Damping:
@@ -117,6 +119,7 @@ class Side:
 
     def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
         """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
+        moments = moments.in_units(damping.units(moments))
         factor: Factor | None = None
         is_chosen = self.solver == "low-rank"
         if is_chosen or (self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM):
@@ -136,6 +139,8 @@ class Side:
         shape = self.blocks.shape
         scatter = torch.full(shape, math.nan, dtype=torch.float64, device=float64_device(like))
         mean = scatter[..., 0].clone()
+        units = mean.clone()
+        tails = torch.stack([mean, mean])
         factor = like.new_full(shape, math.nan)
         moments = self.moments
         if moments is not None:
@@ -144,12 +149,16 @@ class Side:
             if sums.shape == shape:  # otherwise another process has the rest of it
                 scatter.copy_(sums)
                 mean = mean if moments.mean is None else mean.copy_(moments.mean)
+                tails = tails if moments.tails is None else tails.copy_(moments.tails)
         if self.factor is not None and self.factor.kind:
             tensor = self.factor.tensor
             factor[..., : tensor.shape[-1]] = tensor
+        if self.units is not None and self.units.shape == units.shape:
+            units.copy_(self.units)
         values = [math.nan if number is None else number for number in numbers]
         numbers_of_all = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
-        return {"scatter": scatter, "mean": mean, "factor": factor, "numbers": numbers_of_all}
+        state = {"scatter": scatter, "mean": mean, "tails": tails, "units": units}
+        return state | {"factor": factor, "numbers": numbers_of_all}
 
     def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
         """Restore what `state_dict` returned."""
@@ -164,7 +173,9 @@ class Side:
         if not math.isnan(weight):
             device = float64_device(like)
             scatter = state["scatter"].to(device, copy=True)
-            self.moments = Moments(weight, _unless_nan(state["mean"].to(device)), scatter)
+            mean, tails = (_unless_nan(state[name].to(device)) for name in ("mean", "tails"))
+            self.moments = Moments(weight, mean, scatter, tails=tails)
+        self.units = _unless_nan(state["units"].to(float64_device(like)))
         self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
 
 
@@ -206,6 +217,12 @@ class Layer:
         """What factors and centres are stored like: the weight, in the precision that they are computed in."""
         return torch.empty(0, dtype=at_least_float32(self.weight.dtype), device=self.weight.device)
 
+    @property
+    def u(self) -> Tensor | None:
+        """The units that the forward factor is in: (1, in), or (groups, 1, in); None: those of z."""
+        units = self.forward.units
+        return None if units is None else feature_means(units, self.forward.blocks).unsqueeze(-2).to(self.like)
+
     def update(self, measured: LayerMoments, keep: float) -> Iterator[tuple[Side, Moments]]:
         """Adds what was measured to the running averages; gives each side measured with the moments to factor.
 
@@ -224,6 +241,7 @@ class Layer:
         factor: if another process has computed it; raises WhiteningError if there is none
         """
         side.factor = factor or side.solve(moments, damping, self.like)
+        side.units = damping.units(moments)
         if side.of_inputs:
             self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
 

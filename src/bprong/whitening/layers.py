@@ -75,6 +75,13 @@ class Layers(dict[str, Layer]):
             layer.write(d_W, d_b, into)
         return into if sharding is None else sharding.distributed(into, values)
 
+    def in_units(self, direction: Values) -> Values:
+        """A direction in the units that the features of the data are in."""
+        if {layer.forward.units is None for layer in self.values()} == {True}:
+            return direction
+        weights = {layer.weight: direction[layer.weight] for layer in self.values() if layer.weight in direction}
+        return {**direction, **self.by_parameter(weights, _times_units)}
+
     def _preconditioned(self, pairs: Pairs, rates: Rates | None = None) -> dict[Layer, WeightAndBias]:
         """The natural gradients of layers."""
         preconditioned: dict[Layer, WeightAndBias] = {}
@@ -108,6 +115,7 @@ class Stack:
 
     left:  RᵀR of all of them; right: UᵀU; None: the identity
     c:     their centres; None: nothing is centred
+    u:     the units that right is in, and `units` by layer; None: those of z
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -115,16 +123,26 @@ class Stack:
         self.left = _shared_factor([layer.backward for layer in layers])
         self.right = _shared_factor([layer.forward for layer in layers])
         self.c = stacked([layer.c for layer in layers])
+        self.units = [layer.u for layer in layers]
+        self.u = stacked(self.units)
 
     def precondition(self, pairs: Pairs) -> dict[Layer, WeightAndBias]:
         """The preconditioned gradients of each layer, the bias as seen from the centre c."""
         layers = self.layers
         if len(layers) == 1:
-            return {layers[0]: precondition(self.left, self.right, self.c, *pairs[layers[0]])}
+            return {layers[0]: precondition(self.left, self.right, self.c, *pairs[layers[0]], self.u)}
         weights, biases = zip(*[pairs[layer] for layer in layers], strict=True)
-        steps = precondition(self.left, self.right, self.c, stacked(weights), stacked(biases))
+        steps = precondition(self.left, self.right, self.c, stacked(weights), stacked(biases), self.u)
         d_W, d_b = [[None] * len(layers) if step is None else step for step in steps]
         return dict(zip(layers, zip(d_W, d_b, strict=True), strict=True))
+
+
+def _times_units(pairs: Pairs) -> dict[Layer, WeightAndBias]:
+    products: dict[Layer, WeightAndBias] = {}
+    for layer, (d_W, _) in pairs.items():
+        if d_W is not None:
+            products[layer] = d_W if layer.forward.units is None else d_W * cast(Tensor, layer.u), None
+    return products
 
 
 def _is_small(side: Side) -> bool:
@@ -137,7 +155,7 @@ def _shape_of_small(layer: Layer) -> object:
     if layer.linear.ndim != 2 or layer.linear.one_hot or not all(map(_is_small, sides)):
         return layer
     of_sides = [(side.blocks, side.factor is None) for side in sides]
-    return layer.weight.dtype, layer.weight.device, layer.c is None, *of_sides
+    return layer.weight.dtype, layer.weight.device, layer.c is None, layer.forward.units is None, *of_sides
 
 
 def _shared_factor(sides: Sequence[Side]) -> Factor | None:

@@ -6,7 +6,7 @@ A process that trains alone calls nothing of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import cast
 
 import torch
@@ -24,7 +24,15 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
 
 Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
-FLAGS = ("measured", "rows", "errors", "called", "unexplained", "targets")  # exchanged about each layer of each rank
+FLAGS = (
+    "measured",
+    "rows",
+    "errors",
+    "called",
+    "unexplained",
+    "targets",
+    "computed",
+)  # exchanged about each layer of each rank
 NUMBERS = DESCRIPTION + 3  # exchanged about each factor: its description, its cost and the backoff of its side
 
 
@@ -74,7 +82,8 @@ def _flags(layer: LayerMoments | None) -> list[float]:
     if layer is None:
         return [0.0] * len(FLAGS)
     rows = 0.0 if layer.z is None else layer.z.weight
-    return [True, rows, layer.delta is not None, layer.called, layer.unexplained, layer.targets]
+    is_computed = layer.z is not None and layer.z.tails is None
+    return [True, rows, layer.delta is not None, layer.called, layer.unexplained, layer.targets, is_computed]
 
 
 def _merged(ranks: Ranks, weight: WeightMatrix, measured: LayerMoments, flags: Tensor, centred: bool) -> LayerMoments:
@@ -82,11 +91,15 @@ def _merged(ranks: Ranks, weight: WeightMatrix, measured: LayerMoments, flags: T
 
     If the model is sharded, another rank than the owner keeps the diagonals and drops the rest at once.
     """
-    _, rows, errors, called, unexplained, targets = flags.sum(dim=0).tolist()
+    _, rows, errors, called, unexplained, targets, computed = flags.sum(dim=0).tolist()
     of_all = LayerMoments(None, None, called > 0, unexplained > 0, int(targets), measured.probe)
     device = float64_device(weight.weight)
     if rows:
         of_all.z = _merged_moments(ranks, measured.z, weight.inputs, flags[:, 1], centred, device)
+        if not computed:
+            zeros = of_all.z.values.new_zeros(2, *weight.inputs.shape[:-1])
+            tails = zeros if measured.z is None else cast(Tensor, measured.z.tails)
+            of_all.z = replace(of_all.z, tails=ranks.sum_(tails))
     if errors:  # where they do not reach the layer, they are zero
         of_all.delta = _merged_moments(ranks, measured.delta, weight.outputs, flags[:, 5], False, device)
     if ranks.sharded and not ranks.is_own(weight.name):

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import torch
 
 from automatic import auto, bound
 from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoSettings, Evaluation
@@ -475,13 +476,17 @@ def layer_with(forward, backward, observations):
     return layer
 
 
+def epsilon(rule, layer, side):
+    return float(rule.damping(layer, side).amounts(torch.tensor([side.mean_eigenvalue], dtype=torch.float64)))
+
+
 def test_a_certain_output_counts_as_a_faint_one(settings):
     """ε₁ε₂ = λ, in the proportion of the mean eigenvalues, but D's counts as at least a part of λ."""
     for d in (1e-300, 1e-9, 1e-5, 1e-3, 10.0):
         rule = rule_of(settings)
         layer = layer_with(4.0, d, 1e12)
-        forward = rule.damping(layer, layer.forward).value
-        backward = rule.damping(layer, layer.backward).value
+        forward = epsilon(rule, layer, layer.forward)
+        backward = epsilon(rule, layer, layer.backward)
         assert forward * backward == pytest.approx(settings.initial_lambda)
         assert forward / backward == pytest.approx(4 / max(d, settings.faint * settings.initial_lambda))
 
@@ -491,7 +496,7 @@ def test_few_observations_add_damping(settings):
     few = layer_with(4.0, 2.0, 10.0)
     many = layer_with(4.0, 2.0, 1e12)
     for side, trace in (("forward", 4.0 * 5), ("backward", 2.0 * 3)):
-        with_few, with_many = (rule.damping(layer, getattr(layer, side)).value for layer in (few, many))
+        with_few, with_many = (epsilon(rule, layer, getattr(layer, side)) for layer in (few, many))
         assert with_few - with_many == pytest.approx(settings.sampling * trace / 10)
 
 

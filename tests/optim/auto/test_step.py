@@ -14,9 +14,11 @@ import bprong
 from automatic import bound
 from bprong.audit import fisher_factors, fisher_matrices
 from bprong.capture.listener import own_pass
+from bprong.linalg import units
 from bprong.linalg.quadratic import minimiser
 from bprong.optim.auto.rule import SETTINGS
 from helpers import assert_close, classification, mlp, quick_cases, snapshot
+from reference import feature_units
 from training import EXACT, assert_same_path, batches
 
 RIDGE = 1e-6  # the minimiser's own
@@ -64,7 +66,8 @@ def vector(model, of):
 def whitened(model, gradients, x, kind, lam):
     """Δ by explicit inverses of each layer's Ž + ε₁ and D + ε₂.
 
-    ε₁ε₂ = λ, ε₁ and ε₂ are in the proportion of the mean eigenvalues of Ž and D, and few observations add to both.
+    ε₁ε₂ = λ, ε₁ and ε₂ are in the proportion of the mean eigenvalues of Ž and D, and few observations add to both. ε₁
+    of the first layer is in units of its features.
     """
     parts = []
     layers = [m for m in model if isinstance(m, nn.Linear)]
@@ -72,13 +75,17 @@ def whitened(model, gradients, x, kind, lam):
         z = found.z_bar[:, 0, 1:]
         c = z.mean(dim=0)
         n = len(z)
+        u = torch.ones(z.shape[1], dtype=z.dtype)
+        if layer is layers[0]:  # it reads the data
+            u = torch.tensor(feature_units(z.numpy(), examples=units.EXAMPLES, kurtosis=units.KURTOSIS))
         Z = (z - c).T @ (z - c) / n
         D = torch.einsum("knro,knrp->op", found.delta, found.delta) / found.targets
         mean_z = float(Z.trace()) / len(Z)
         mean_d = float(D.trace()) / len(D)
         e_1 = math.sqrt(lam * mean_z / mean_d) + SETTINGS.sampling * mean_z * len(Z) / n
         e_2 = math.sqrt(lam * mean_d / mean_z) + SETTINGS.sampling * mean_d * len(D) / n
-        RR, UU = (torch.linalg.inv(m + e * torch.eye(len(m), dtype=m.dtype)) for m, e in ((D, e_2), (Z, e_1)))
+        RR = torch.linalg.inv(D + e_2 * torch.eye(len(D), dtype=D.dtype))
+        UU = torch.linalg.inv(Z + e_1 * torch.diag(u.square()))
         g_b = gradients[layer.bias]
         d_W = -RR @ (gradients[layer.weight] - torch.outer(g_b, c)) @ UU
         parts.append(torch.cat([(-RR @ g_b - d_W @ c)[None], d_W.T]).flatten())
@@ -95,12 +102,14 @@ def gradients_of(model, x, y, kind):
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_the_first_two_steps_minimise_the_quadratic_model(kind):
-    """½dᵀ(F + λ)d + gᵀd with the explicit Fisher matrix; the first along Δ alone, the second along Δ and Δ₀.
+    """½dᵀ(F + λU²)d + gᵀd with the explicit Fisher matrix; the first along Δ alone, the second along Δ and Δ₀.
 
     The slope along Δ counts s times, s from what the first step promised and the second batch confirmed. The first step
     may go a part of the bound, the second twice that.
     """
     model, x, y = problem(kind)
+    u = torch.tensor(feature_units(x.numpy(), examples=units.EXAMPLES, kurtosis=units.KURTOSIS))
+    lengths = vector(model, lambda p: u.expand_as(p) if p.shape == (4, 5) else torch.ones_like(p))
     optimizer = auto(model, kind, every=1)
     keep = SETTINGS.keep
     last = None
@@ -124,7 +133,7 @@ def test_the_first_two_steps_minimise_the_quadratic_model(kind):
         slope = float(slopes[0])
         slopes[0] *= trust
         most = [math.inf, SETTINGS.most_momentum][: len(d)]
-        A = d @ F_ @ d.T + lam * d @ d.T
+        A = d @ F_ @ d.T + lam * (d * lengths) @ (d * lengths).T
         c = torch.from_numpy(minimiser(A.numpy(), slopes.numpy(), most))
         length = float(c @ d @ F_ @ d.T @ c) / 2
         c = c * min(1.0, math.sqrt(bound(averaged) * SETTINGS.first_part * 2**step / length))

@@ -64,7 +64,7 @@ def prong(model: nn.Module, loss: Loss, settings: Settings, _steps: int) -> Trai
 
 
 def bprong_(model: nn.Module, loss: Loss, settings: Settings, _steps: int) -> Trainer:
-    """`damping`: relative to the mean eigenvalue of each side. `by_variance`: of inputs, relative to each variance."""
+    """`damping`: relative to the mean eigenvalue of each side. `by_variance`: of data, in units of features."""
     own = dict(settings)
     if damping := own.pop("damping", None):
         own["forward_damping"] = own["backward_damping"] = bprong.Damping(damping, "mean")

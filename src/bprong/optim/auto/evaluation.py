@@ -56,8 +56,17 @@ class LossModel:
         self._ranks = ranks
         self._is_compared = False  # whether a subset was compared with the whole batch
 
-    def evaluate(self, directions: Sequence[Direction], batches: Sequence[Batch], seed: int) -> Evaluation:
-        """The quadratic model on the batches of all processes; seed: of this process."""
+    def evaluate(
+        self,
+        directions: Sequence[Direction],
+        batches: Sequence[Batch],
+        seed: int,
+        in_units: Sequence[Direction] | None = None,
+    ) -> Evaluation:
+        """The quadratic model on the batches of all processes; seed: of this process.
+
+        in_units: the directions in which λ measures lengths; None: these
+        """
         k = len(directions)
         parts: list[_Part] = []
 
@@ -79,7 +88,7 @@ class LossModel:
         means = np.array(weighted) / weight
         return Evaluation(
             Q=means[: k * k].reshape(k, k),
-            G=_products(directions),
+            G=_products(in_units or directions),
             loss=float(means[-1]),
             slopes=means[k * k : -1],
             targets=int(targets),

@@ -228,6 +228,8 @@ class AutoRule(AutoState):
     def damping(self, layer: Layer, side: Side) -> Damping | None:
         """ε₁ or ε₂: ε₁ε₂ = λ, in the proportion of the sides' mean eigenvalues, and more if observations are few.
 
+        ε₁ is in units of its own for each feature of the data.
+
         None if the user set the damping, or before the side was measured.
         """
         if self.damping_given or side.mean_eigenvalue is None:
@@ -242,7 +244,8 @@ class AutoRule(AutoState):
         sampling = self.settings.sampling * side.blocks.size * side.blocks.count / observations
         if side.of_inputs and layer.linear.one_hot:
             sampling = 0.0
-        return Damping(math.sqrt(self.lam * of_side / of_other) + sampling * of_side)
+        relative = math.sqrt(self.lam / (of_side * of_other)) + sampling
+        return Damping(relative, "variance") if side.of_inputs else Damping(relative * of_side)
 
     def update_damping(self, evaluation: Evaluation, c: Parts, change: float) -> bool:
         """Adapts λ to the change of the loss by the whole d, whatever part of it is made, so that M does not change λ.

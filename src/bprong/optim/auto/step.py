@@ -211,7 +211,8 @@ class Automatic(StepRule):
         seed = mixed(gradients.seed, -1)  # no other purpose has it at this step,
         if self._ranks.rank:  # and no other rank
             seed = mixed(seed, self._ranks.rank)
-        evaluation = self.loss_model.evaluate(list(directions.values()), gradients.batches, seed)
+        in_units = [layers.in_units(direction) for direction in directions.values()]
+        evaluation = self.loss_model.evaluate(list(directions.values()), gradients.batches, seed, in_units)
         if self.rule.period is None:
             count = len(directions.keys() | {"last"})
             share = self.rule.settings.evaluate_share
