@@ -101,11 +101,11 @@ CASES = {
     "spectral": Case(arguments=fixed(lr=0.01, step="spectral", weight_decay=0.1)),
     "spectral transformer": Case(model=Transformer, arguments=fixed(lr=0.01, step="spectral")),
     "auto": Case(arguments={"options": EXACT}, steps=60),
-    "auto, transformer": Case(model=Transformer, arguments={"options": EXACT}, steps=60),
+    "auto, transformer": Case(model=Transformer, arguments={"options": EXACT, "step": "natural"}, steps=60),
     "auto, spectral": Case(arguments={"options": EXACT, "step": "spectral"}, steps=40),  # rounding grows fast here
     "auto, sum": Case(arguments={"options": EXACT}, reduction="sum", sizes=(12, 7), steps=60),
-    "auto, uneven": Case(arguments={"options": EXACT}, sizes=(12, 7, 3), steps=60),
-    "auto, clipping": Case(arguments={"options": EXACT}, clip=0.05, steps=60),
+    "auto, uneven": Case(arguments={"options": EXACT, "step": "natural"}, sizes=(12, 7, 3), steps=60),
+    "auto, clipping": Case(arguments={"options": EXACT, "step": "natural"}, clip=0.05, steps=60),
     "auto, accumulation": Case(arguments={"options": EXACT}, accumulate=2, steps=30),
 }
 

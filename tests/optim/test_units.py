@@ -89,14 +89,13 @@ def test_steps_at_a_given_damping_know_no_units():
 
 @pytest.mark.parametrize("step", ["natural", "spectral"])
 def test_a_run_with_units_resumes_bit_for_bit(step):
-    """Also while its factor is older than its moments."""
     x, y = classification(60, 4, 3)
     data = [(x[i::6] * SCALES, y[i::6]) for i in range(6)]
     model = mlp(4, 5, 3)
-    optimizer = bprong.BPRONG(model, "cross_entropy", step=step, every=bprong.optim.Periods(4, record_every=1))
+    optimizer = bprong.BPRONG(model, "cross_entropy", step=step, every=4)
     train(model, optimizer, data)
     again = copy.deepcopy(model)
-    resumed = bprong.BPRONG(again, "cross_entropy", step=step, every=bprong.optim.Periods(4, record_every=1))
+    resumed = bprong.BPRONG(again, "cross_entropy", step=step, every=4)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for network, of_network in ((model, optimizer), (again, resumed)):
         train(network, of_network, data)

@@ -200,6 +200,7 @@ def precondition(
     matrix = centred(g_W, g_b, c, scratch)
     if u is None:
         return right.right(matrix, overwrite=scratch is not None), g_b
+    u = u.to(matrix.dtype)
     return right.right(matrix / u, overwrite=True).div_(u), g_b
 
 

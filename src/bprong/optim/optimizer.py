@@ -156,13 +156,8 @@ class BPRONG(SteppingOptimizer):
             "momentum": self._rule.momentum if momentum is None else momentum,
             "weight_decay": weight_decay,
         }
-        if (
-            self._whitens_backward
-            and step != "spectral"
-            and lr != "auto"
-            and 0 < lr < SMALL_RATE
-            and not self._loss.sums
-        ):
+        is_small = lr != "auto" and 0 < lr < SMALL_RATE
+        if is_small and isinstance(self._rule, FixedRate) and self._rule.checks and not self._loss.sums:
             warn(f"lr={lr:g} is small for natural steps: try 0.01 to 0.1, or leave out lr for steps that need none")
         self._whitening = self._whitening_of(every)
         self._meter = Meter(

@@ -139,8 +139,7 @@ class Side:
         shape = self.blocks.shape
         scatter = torch.full(shape, math.nan, dtype=torch.float64, device=float64_device(like))
         mean = scatter[..., 0].clone()
-        units = mean.clone()
-        tails = torch.stack([mean, mean])
+        of_data = {"units": mean.clone(), "tails": torch.stack([mean, mean])} if self.of_inputs else {}
         factor = like.new_full(shape, math.nan)
         moments = self.moments
         if moments is not None:
@@ -149,16 +148,16 @@ class Side:
             if sums.shape == shape:  # otherwise another process has the rest of it
                 scatter.copy_(sums)
                 mean = mean if moments.mean is None else mean.copy_(moments.mean)
-                tails = tails if moments.tails is None else tails.copy_(moments.tails)
+                if moments.tails is not None:
+                    of_data["tails"].copy_(moments.tails)
         if self.factor is not None and self.factor.kind:
             tensor = self.factor.tensor
             factor[..., : tensor.shape[-1]] = tensor
-        if self.units is not None and self.units.shape == units.shape:
-            units.copy_(self.units)
+        if self.units is not None and self.units.shape == mean.shape:
+            of_data["units"].copy_(self.units)
         values = [math.nan if number is None else number for number in numbers]
         numbers_of_all = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
-        state = {"scatter": scatter, "mean": mean, "tails": tails, "units": units}
-        return state | {"factor": factor, "numbers": numbers_of_all}
+        return {"scatter": scatter, "mean": mean, "factor": factor, "numbers": numbers_of_all} | of_data
 
     def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
         """Restore what `state_dict` returned."""
@@ -173,9 +172,9 @@ class Side:
         if not math.isnan(weight):
             device = float64_device(like)
             scatter = state["scatter"].to(device, copy=True)
-            mean, tails = (_unless_nan(state[name].to(device)) for name in ("mean", "tails"))
-            self.moments = Moments(weight, mean, scatter, tails=tails)
-        self.units = _unless_nan(state["units"].to(float64_device(like)))
+            tails = _unless_nan(state["tails"].to(device)) if self.of_inputs else None
+            self.moments = Moments(weight, _unless_nan(state["mean"].to(device)), scatter, tails=tails)
+        self.units = _unless_nan(state["units"].to(float64_device(like))) if self.of_inputs else None
         self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
 
 

@@ -121,15 +121,14 @@ class Rival:
     def run(self, gradients: Gradients, seed: int) -> Gradients:
         """The gradients of the rival on the leader's batches, with its own outputs and losses."""
         batches = []
-        sums: dict[Tensor, Tensor] = {}
+        sums = {p: torch.zeros_like(p) for p in gradients.values}  # all that a process without a batch has
         for p in gradients.values:
             self.values.setdefault(p, p.detach().clone())  # its first gradient: until now it was the leader's
         with self._in_the_model():
             for i, batch in enumerate(gradients.batches):
                 ran, values = self._trained_on(batch, list(gradients.values), mixed(seed, -2 - i))
                 batches.append(ran)
-                for p, value in zip(gradients.values, values, strict=True):
-                    sums[p] = sums[p] + value if p in sums else value
+                torch._foreach_add_(list(sums.values()), list(values))
         return replace(gradients, values=sums, states=self.states, batches=batches, factor=1.0, noted=False)
 
     def _trained_on(self, batch: Batch, parameters: list[Tensor], seed: int) -> tuple[Batch, Sequence[Tensor]]:
