@@ -20,7 +20,7 @@ VARIED = AutoSettings(
     initial_lambda=3e-3, well=0.9, raise_lambda=3.0, lower_lambda=1.5, leave_plateau=7.0, plateau=0.1, faint=0.03,
     sampling=0.7, keep=0.4, least_trust=0.1, most_momentum=0.8, most_fallback=0.05, clamp=3.0, bound_share=0.1,
     bound_nats=0.3, bound_late=0.4, first_part=0.2, blow_up=5.0, undone_part=0.125, release=2.5, decay_rate=3e-3,
-    low=0.1, low_steps=30,
+    low=0.1, low_steps=30, progress_steps=7, little_progress=0.1, enough_progress=0.3, shorten=0.25,
 )  # fmt: skip
 
 
@@ -505,3 +505,50 @@ def test_damping_that_the_user_set_is_not_chosen(settings):
     assert rule_of(settings, damping_given=True).damping(layer, layer.forward) is None
     layer.forward.mean_eigenvalue = None  # nor before a side was measured
     assert rule_of(settings).damping(layer, layer.forward) is None
+
+
+# Progress -------------------------------------------------------------------------------------------------------------
+
+
+def gain_after(rule, *means):
+    """The gain after windows of batches with these mean losses."""
+    for mean in means:
+        for noise in np.linspace(-0.1, 0.1, rule.settings.progress_steps):
+            rule.note_progress(float(mean + noise))
+    return rule.gain
+
+
+def test_steps_are_shortened_while_losses_fall_by_less_than_promised_and_then_made_longer_again(settings):
+    rule = rule_of(settings, needs_progress=True, predicted=1e-3, highest_multiplier=1.0)
+    promised = 1e-3 * settings.progress_steps
+    assert gain_after(rule, 2.0) == 1, "there is nothing to compare the first window with"
+    little = 0.9 * settings.little_progress * promised
+    assert gain_after(rule, 2 - little) == settings.shorten
+    assert gain_after(rule, 2.5) == settings.shorten**2, "they rise"
+    some = (settings.little_progress + settings.enough_progress) / 2 * promised
+    assert gain_after(rule, 2.5 - some) == settings.shorten**2
+    enough = 1.1 * settings.enough_progress * promised
+    rule.multiplier = 0.5
+    assert gain_after(rule, 2.5 - some - enough) == settings.shorten**2, "a schedule asks for shorter steps"
+    rule.multiplier = 1.0
+    assert gain_after(rule, *(2.5 - some - n * enough for n in (2, 3, 4))) == 1
+
+
+def test_natural_steps_and_steps_that_promise_nothing_are_not_shortened(settings):
+    assert gain_after(rule_of(settings, predicted=1e-3), 2.0, 2.0, 3.0) == 1
+    assert gain_after(rule_of(settings, needs_progress=True), 2.0, 2.0, 3.0) == 1
+
+
+def test_the_predicted_decrease_counts_what_other_data_confirm_and_the_step_that_is_made(settings):
+    """s ∇LᵀΔ α M + ½ (α M)² ΔᵀFΔ, so that a schedule lowers what is promised too."""
+    for multiplier in (1.0, 0.1):
+        rule = rule_of(settings, slope_kept=0.6, multiplier=multiplier)
+        alpha = choose(rule, 0, -1e-3, 1e-2, loss=40.0)
+        assert alpha == pytest.approx(0.6 * 0.1, rel=RIDGE)
+        step = multiplier * alpha
+        assert rule.predicted == pytest.approx(0.6 * 1e-3 * step - 1e-2 * step**2 / 2, rel=RIDGE)
+
+
+def test_the_gain_shortens_steps_in_proportion(settings):
+    full, half = (choose(rule_of(settings, gain=gain), 0, -1e-3, 1e-2, loss=40.0) for gain in (1.0, 0.5))
+    assert half == pytest.approx(full / 2, rel=RIDGE)

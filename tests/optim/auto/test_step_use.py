@@ -256,3 +256,35 @@ def test_gradients_of_zero():
         F.mse_loss(exact(x), y).backward()
         optimizer.step()
     assert F.mse_loss(exact(x), y) < 1e-12 * y.square().mean()
+
+
+# Progress -------------------------------------------------------------------------------------------------------------
+
+
+def noisy_run(noise, steps):
+    """The rule of spectral steps in a linear regression on fresh data, and its mean error in the last steps."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Linear(20, 5, dtype=torch.float64)
+    teacher = torch.randn(20, 5, dtype=torch.float64, generator=generator)
+    optimizer = bprong.BPRONG(model, "mse", step="spectral")
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(30, 20, dtype=torch.float64, generator=generator)
+        y = x @ teacher + noise * torch.randn(30, 5, dtype=torch.float64, generator=generator)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        losses.append(float((model.weight.detach() - teacher.T).square().mean()))
+    return optimizer._rule.rule, sum(losses[-50:]) / 50
+
+
+def test_spectral_steps_become_shorter_where_only_noise_is_left_and_nowhere_else(monkeypatch):
+    rule, _ = noisy_run(0.0, 80)
+    assert rule.gain == 1
+    rule, error = noisy_run(3.0, 300)
+    assert rule.gain <= 0.5
+    monkeypatch.setattr("bprong.optim.auto.rule.AutoRule.note_progress", lambda rule, loss: None)
+    rule, error_of_full_steps = noisy_run(3.0, 300)
+    assert rule.gain == 1
+    assert error < 0.7 * error_of_full_steps

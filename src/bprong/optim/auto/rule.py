@@ -11,6 +11,8 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
 - Damping: λ, split between Ž and D by their mean eigenvalues, rises if the loss fell by much less than the model
   predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
 - Averages: α, β and μ are averaged over evaluations: the first ten steps, every tenth, later as run time allows.
+- Progress: spectral steps are halved while losses fall by much less than steps promise, which is what noise does to
+  steps that each go as far as they can.
 - Undo: if the loss blew up, the last update is undone, and the next ones go less far.
 """
 
@@ -59,6 +61,11 @@ class AutoSettings:
     first_part        the part of this bound that is allowed at first
     blow_up           the loss, relative to the first loss, above which the last update is undone
     undone_part       how much less ½dᵀFd, and how much less of the slope, is allowed after an undone update
+    progress_steps    steps over which the mean loss of batches is compared with that of as many steps before, where
+                      progress counts
+    little_progress   the part of the predicted decrease below which steps are shortened,
+    enough_progress   and above which they are made longer again,
+    shorten           by this factor
     decay_rate        η of weight decay at M = 1: AdamW's default lr. A decay is set by the number of steps that weights
                       remember, 1/(η · weight_decay) (Wang & Aitchison 2024), and not by the length of the steps
     low, low_steps    planned learning rates stop counting if M was never above `low` in this many steps
@@ -91,6 +98,10 @@ class AutoSettings:
     blow_up: float = 10.0
     undone_part: float = 0.25
     release: float = 2.0
+    progress_steps: int = 20
+    little_progress: float = 0.03
+    enough_progress: float = 0.1
+    shorten: float = 0.5
     decay_rate: float = 1e-3
     low: float = 0.05
     low_steps: int = 20
@@ -135,6 +146,11 @@ class AutoState:
     brake_safe       half of the brake at which an update was last undone, up to which the brake is released fast
     loss             the averaged loss, as mean −log p of a target; None before the first evaluation
     first_loss       the first loss of a whole batch; zero before
+    gain             times s: below one while losses fall by much less than predicted
+    predicted        the decrease of the loss by the last evaluated step, as far as other data confirm it
+    window_steps, window_sum
+                     the number of steps in the present window of `progress_steps`, and the sum of their losses
+    window_before    the mean loss of the window before; None: there was none
     coefficients     α, β and μ
     length           ½dᵀFd of the last step, measured or estimated
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
@@ -160,6 +176,11 @@ class AutoState:
     brake_safe: float = 1.0
     loss: float | None = None
     first_loss: float = 0.0
+    gain: float = 1.0
+    predicted: float = 0.0
+    window_steps: int = 0
+    window_sum: float = 0.0
+    window_before: float | None = None
     coefficients: Parts = field(default_factory=dict)
     length: float = 0.0
     curvature: Parts = field(default_factory=dict)
@@ -182,11 +203,13 @@ class AutoRule(AutoState):
 
     damping_given:  the user set the damping, so that λ must not change it
     most:           the user's max_step, as ½dᵀFd
+    needs_progress: steps are shortened while losses fall by much less than predicted
     nll_bounded:    −log p is known including its constant and not negative, so that a share of it can bound a step
     """
 
     damping_given: bool = False
     most: float = math.inf
+    needs_progress: bool = False
     nll_bounded: bool = True
     settings: AutoSettings = SETTINGS
 
@@ -305,7 +328,10 @@ class AutoRule(AutoState):
         part = self._allowed_part(c["whitened"], length, slope)
         self.length = length * part**2
         if evaluation is not None:
-            self.slope_change = self.multiplier * part * float(evaluation.curvature()[0] @ x)
+            step = self.multiplier * part * x
+            slope_of_step = np.array(list(slopes.values())) @ step - (1 - self.trust) * slope * step[0]
+            self.slope_change = float(evaluation.curvature()[0] @ step)
+            self.predicted = -float(slope_of_step + step @ evaluation.Q @ step / 2)
             self.curvature_ratio = 2 * length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
         return {name: x * part for name, x in c.items()}
 
@@ -315,7 +341,7 @@ class AutoRule(AutoState):
         self.slope = slopes["whitened"]
         self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
         b = np.array(list(slopes.values()))
-        b[0] *= self.trust * self.brake
+        b[0] *= self.trust * self.brake * self.gain
         limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
         c = minimiser(evaluation.curvature(self.lam), b, [limits.get(name, math.inf) for name in slopes])
         c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
@@ -375,6 +401,32 @@ class AutoRule(AutoState):
         along_new = self.curvature["whitened"] * steeper
         curvature = {**self.curvature, "whitened": along_new, "last": 2 * self.length}
         return sum(x**2 * curvature[name] for name, x in c.items()) / 2
+
+    # Progress ---------------------------------------------------------------------------------------------------------
+
+    def note_progress(self, loss: float) -> None:
+        """Compares the losses of batches with the decrease that steps have promised; loss: of the batch of a step.
+
+        A step that is as long as its quadratic model and its trust allow lowers the loss of the next batch. Where
+        gradients are mostly noise, such steps undo each other: each goes back what the one before went too far aside.
+        While a schedule has lowered M they do not become longer again, which would undo what it is for.
+        """
+        settings = self.settings
+        self.window_steps += 1
+        self.window_sum += loss
+        if not self.needs_progress or self.window_steps < settings.progress_steps:
+            return
+        mean = self.window_sum / self.window_steps
+        promised = self.predicted * self.window_steps
+        if self.window_before is not None and promised > 0:
+            progress = (self.window_before - mean) / promised
+            if progress < settings.little_progress:
+                self.gain *= settings.shorten
+            elif progress > settings.enough_progress and self.multiplier == self.highest_multiplier:
+                self.gain = min(1.0, self.gain / settings.shorten)
+        self.window_before = mean
+        self.window_steps = 0
+        self.window_sum = 0.0
 
     # Undoing ----------------------------------------------------------------------------------------------------------
 

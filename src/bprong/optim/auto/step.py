@@ -109,6 +109,7 @@ class Automatic(StepRule):
         rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=(setup.bound(None) or math.inf) ** 2 / 2,
+            needs_progress=not kind.keeps_last_update,
             nll_bounded=likelihood.nonnegative,
         )
         loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
@@ -234,7 +235,10 @@ class Automatic(StepRule):
         loss = total / scale
         scale /= self._ranks.size  # processes average their gradients
         self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
-        if math.isnan(loss) or not self.rule.blew_up(loss):
+        if math.isnan(loss):
+            return False
+        self.rule.note_progress(loss)
+        if not self.rule.blew_up(loss):
             return False
         if self.undo_(gradients):
             return True
