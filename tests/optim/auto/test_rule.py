@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automatic import auto, bound
-from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoSettings, Evaluation
+from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoSettings, Evaluation, Progress
 from helpers import mlp
 
 NAMES = ("whitened", "adam", "last")
@@ -510,33 +510,30 @@ def test_damping_that_the_user_set_is_not_chosen(settings):
 # Progress -------------------------------------------------------------------------------------------------------------
 
 
-def gain_after(rule, *means):
+def gain_after(progress, settings, *means, may_rise=True):
     """The gain after windows of batches with these mean losses."""
     for mean in means:
-        for noise in np.linspace(-0.1, 0.1, rule.settings.progress_steps):
-            rule.note_progress(float(mean + noise))
-    return rule.gain
+        for noise in np.linspace(-0.1, 0.1, settings.progress_steps):
+            progress.note(float(mean + noise), settings, may_rise)
+    return progress.gain
 
 
-def test_steps_are_shortened_while_losses_fall_by_less_than_promised_and_then_made_longer_again(settings):
-    rule = rule_of(settings, needs_progress=True, predicted=1e-3, highest_multiplier=1.0)
+def test_the_gain_falls_while_losses_fall_by_less_than_promised_and_then_rises_again(settings):
+    progress = Progress(predicted=1e-3)
     promised = 1e-3 * settings.progress_steps
-    assert gain_after(rule, 2.0) == 1, "there is nothing to compare the first window with"
+    assert gain_after(progress, settings, 2.0) == 1, "there is nothing to compare the first window with"
     little = 0.9 * settings.little_progress * promised
-    assert gain_after(rule, 2 - little) == settings.shorten
-    assert gain_after(rule, 2.5) == settings.shorten**2, "they rise"
+    assert gain_after(progress, settings, 2 - little) == settings.shorten
+    assert gain_after(progress, settings, 2.5) == settings.shorten**2, "they rise"
     some = (settings.little_progress + settings.enough_progress) / 2 * promised
-    assert gain_after(rule, 2.5 - some) == settings.shorten**2
+    assert gain_after(progress, settings, 2.5 - some) == settings.shorten**2
     enough = 1.1 * settings.enough_progress * promised
-    rule.multiplier = 0.5
-    assert gain_after(rule, 2.5 - some - enough) == settings.shorten**2, "a schedule asks for shorter steps"
-    rule.multiplier = 1.0
-    assert gain_after(rule, *(2.5 - some - n * enough for n in (2, 3, 4))) == 1
+    assert gain_after(progress, settings, 2.5 - some - enough, may_rise=False) == settings.shorten**2
+    assert gain_after(progress, settings, *(2.5 - some - n * enough for n in (2, 3, 4))) == 1
 
 
-def test_natural_steps_and_steps_that_promise_nothing_are_not_shortened(settings):
-    assert gain_after(rule_of(settings, predicted=1e-3), 2.0, 2.0, 3.0) == 1
-    assert gain_after(rule_of(settings, needs_progress=True), 2.0, 2.0, 3.0) == 1
+def test_steps_that_promise_nothing_say_nothing_about_progress(settings):
+    assert gain_after(Progress(), settings, 2.0, 2.0, 3.0) == 1
 
 
 def test_the_predicted_decrease_counts_what_other_data_confirm_and_the_step_that_is_made(settings):
@@ -550,5 +547,10 @@ def test_the_predicted_decrease_counts_what_other_data_confirm_and_the_step_that
 
 
 def test_the_gain_shortens_steps_in_proportion(settings):
-    full, half = (choose(rule_of(settings, gain=gain), 0, -1e-3, 1e-2, loss=40.0) for gain in (1.0, 0.5))
+    """Of spectral steps. Natural ones, which contain a part of the last update, stay as they are."""
+    full, half, natural = (
+        choose(rule_of(settings, gain=gain, shortens=shortens), 0, -1e-3, 1e-2, loss=40.0)
+        for gain, shortens in ((1.0, True), (0.5, True), (0.5, False))
+    )
     assert half == pytest.approx(full / 2, rel=RIDGE)
+    assert natural == full

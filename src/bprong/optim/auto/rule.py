@@ -135,7 +135,45 @@ class Evaluation:
 
 
 @dataclass
-class AutoState:
+class Progress:
+    """Compares the losses of batches with the decrease that steps have promised.
+
+    A step that is as long as its quadratic model and its trust allow lowers the loss of the next batch. Where gradients
+    are mostly noise, such steps undo each other: each goes back what the one before went too far aside.
+
+    gain          falls while losses fall by much less than promised, and rises to one again when they do not
+    predicted     the decrease of the loss by the last evaluated step, as far as other data confirm it
+    steps, total  the number of steps in the present window, and the sum of their losses
+    mean_before   the mean loss of the window before; None: there was none
+    """
+
+    gain: float = 1.0
+    predicted: float = 0.0
+    steps: int = 0
+    total: float = 0.0
+    mean_before: float | None = None
+
+    def note(self, loss: float, settings: AutoSettings, may_rise: bool) -> None:
+        """Takes in the loss of the batch of a step; may_rise: whether the gain may rise."""
+        self.steps += 1
+        self.total += loss
+        if self.steps < settings.progress_steps:
+            return
+        mean = self.total / self.steps
+        promised = self.predicted * self.steps
+        if self.mean_before is not None and promised > 0:
+            progress = (self.mean_before - mean) / promised
+            if progress < settings.little_progress:
+                self.gain *= settings.shorten
+            elif progress > settings.enough_progress and may_rise:
+                self.gain = min(1.0, self.gain / settings.shorten)
+        self.mean_before = mean
+        self.steps = 0
+        self.total = 0.0
+
+
+@dataclass
+class AutoState(Progress):
     """What outlives a step: plain values, all of them in checkpoints.
 
     lam              λ
@@ -146,11 +184,6 @@ class AutoState:
     brake_safe       half of the brake at which an update was last undone, up to which the brake is released fast
     loss             the averaged loss, as mean −log p of a target; None before the first evaluation
     first_loss       the first loss of a whole batch; zero before
-    gain             times s: below one while losses fall by much less than predicted
-    predicted        the decrease of the loss by the last evaluated step, as far as other data confirm it
-    window_steps, window_sum
-                     the number of steps in the present window of `progress_steps`, and the sum of their losses
-    window_before    the mean loss of the window before; None: there was none
     coefficients     α, β and μ
     length           ½dᵀFd of the last step, measured or estimated
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
@@ -176,11 +209,6 @@ class AutoState:
     brake_safe: float = 1.0
     loss: float | None = None
     first_loss: float = 0.0
-    gain: float = 1.0
-    predicted: float = 0.0
-    window_steps: int = 0
-    window_sum: float = 0.0
-    window_before: float | None = None
     coefficients: Parts = field(default_factory=dict)
     length: float = 0.0
     curvature: Parts = field(default_factory=dict)
@@ -203,13 +231,13 @@ class AutoRule(AutoState):
 
     damping_given:  the user set the damping, so that λ must not change it
     most:           the user's max_step, as ½dᵀFd
-    needs_progress: steps are shortened while losses fall by much less than predicted
+    shortens:       steps are multiplied by the gain, because they contain no part of the last update
     nll_bounded:    −log p is known including its constant and not negative, so that a share of it can bound a step
     """
 
     damping_given: bool = False
     most: float = math.inf
-    needs_progress: bool = False
+    shortens: bool = False
     nll_bounded: bool = True
     settings: AutoSettings = SETTINGS
 
@@ -341,7 +369,7 @@ class AutoRule(AutoState):
         self.slope = slopes["whitened"]
         self.curvature = dict(zip(slopes, Q.diagonal().tolist(), strict=True))
         b = np.array(list(slopes.values()))
-        b[0] *= self.trust * self.brake * self.gain
+        b[0] *= self.trust * self.brake * (self.gain if self.shortens else 1.0)
         limits = {"last": self.settings.most_momentum, "adam": self.settings.most_fallback}
         c = minimiser(evaluation.curvature(self.lam), b, [limits.get(name, math.inf) for name in slopes])
         c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
@@ -401,32 +429,6 @@ class AutoRule(AutoState):
         along_new = self.curvature["whitened"] * steeper
         curvature = {**self.curvature, "whitened": along_new, "last": 2 * self.length}
         return sum(x**2 * curvature[name] for name, x in c.items()) / 2
-
-    # Progress ---------------------------------------------------------------------------------------------------------
-
-    def note_progress(self, loss: float) -> None:
-        """Compares the losses of batches with the decrease that steps have promised; loss: of the batch of a step.
-
-        A step that is as long as its quadratic model and its trust allow lowers the loss of the next batch. Where
-        gradients are mostly noise, such steps undo each other: each goes back what the one before went too far aside.
-        While a schedule has lowered M they do not become longer again, which would undo what it is for.
-        """
-        settings = self.settings
-        self.window_steps += 1
-        self.window_sum += loss
-        if not self.needs_progress or self.window_steps < settings.progress_steps:
-            return
-        mean = self.window_sum / self.window_steps
-        promised = self.predicted * self.window_steps
-        if self.window_before is not None and promised > 0:
-            progress = (self.window_before - mean) / promised
-            if progress < settings.little_progress:
-                self.gain *= settings.shorten
-            elif progress > settings.enough_progress and self.multiplier == self.highest_multiplier:
-                self.gain = min(1.0, self.gain / settings.shorten)
-        self.window_before = mean
-        self.window_steps = 0
-        self.window_sum = 0.0
 
     # Undoing ----------------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Automatic(StepRule):
         rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=(setup.bound(None) or math.inf) ** 2 / 2,
-            needs_progress=not kind.keeps_last_update,
+            shortens=not kind.keeps_last_update,
             nll_bounded=likelihood.nonnegative,
         )
         loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
@@ -237,7 +237,9 @@ class Automatic(StepRule):
         self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
         if math.isnan(loss):
             return False
-        self.rule.note_progress(loss)
+        rule = self.rule
+        # While a schedule has lowered M the gain does not rise, which would undo what it is for.
+        rule.note(loss, rule.settings, rule.multiplier == rule.highest_multiplier)
         if not self.rule.blew_up(loss):
             return False
         if self.undo_(gradients):
