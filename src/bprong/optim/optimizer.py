@@ -26,7 +26,7 @@ from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entrie
 from bprong.optim.factory import factory
 from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
-from bprong.optim.report import Report, layer_row
+from bprong.optim.report import RECENT, Report, layer_row
 from bprong.optim.rules import Directions, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirections
 from bprong.optim.stepping import SteppingOptimizer, fallback_of, name_in
@@ -234,7 +234,8 @@ class BPRONG(SteppingOptimizer):
         reasons = {name_in(self._model, p): reason for p, reason in fallback.items()}
         rows = [layer_row(layer, t, self._rule.damping) for layer in whitening.layers.values()]
         shares = {purpose: seconds / total for purpose, seconds in whitening.seconds.items()}
-        return Report(t, rows, reasons, shares, self._rule.report())
+        undone = sum(t - step < RECENT for step in self._rule.undone_at)
+        return Report(t, rows, reasons, shares, self._rule.report(), self._race.history if self._race else (), undone)
 
     # The contract of torch.optim --------------------------------------------------------------------------------------
 
