@@ -61,7 +61,7 @@ def test_the_printed_table_explains_its_columns():
     for heading, explanation in COLUMNS.values():
         assert f"{heading}: {explanation}" in lines
     assert any(line.startswith("step: ") for line in lines)
-    assert "not whitened (Adam), in LayerNorm: 2 parameters" in lines
+    assert "not whitened (Adam): 3.weight, 3.bias (in LayerNorm)" in lines
     assert lines[-2].startswith("share of time since the first step: statistics ")
     assert lines[-1] == "judgement: training normally"
 
@@ -174,6 +174,13 @@ def test_a_deep_transformer_takes_a_line_for_each_block():
     lines = str(transformers_report(12)).splitlines()
     assert len(lines) < 12 + 16
     assert max(map(len, lines)) <= 120
+
+
+def test_parameters_on_adam_are_printed_by_reason():
+    fallback = dict.fromkeys("abcd", "in LayerNorm") | {"e": "in LSTM"}
+    lines = str(Report(3, [{"layer": "0"}], fallback, {}, {})).splitlines()
+    assert "not whitened (Adam): a, b, c, … (in LayerNorm)" in lines
+    assert "not whitened (Adam): e (in LSTM)" in lines
 
 
 @pytest.mark.parametrize(

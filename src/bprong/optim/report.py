@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -83,8 +82,11 @@ class Report:
         lines += [f"{heading}: {explanation}" for heading, explanation in (*COLUMNS.values(), STEP)]
         if len(rows) < len(self.layers):
             lines.append("blocks: the largest values of their layers; report().layers has each layer")
-        counts = Counter(self.fallback.values())
-        lines += [f"not whitened (Adam), {reason}: {count} parameters" for reason, count in counts.items()]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.fallback.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            lines.append(f"not whitened (Adam): {', '.join(names[:3])}{', …' * (len(names) > 3)} ({reason})")
         lines += [f"race: {result}" for result in self.races]
         if self.rule:
             lines.append("step rule: " + ", ".join(self.rule_numbers()))
