@@ -1,27 +1,16 @@
-"""skorch: a network in GridSearchCV. skorch gives an optimizer the parameters only; GivesModule adds the module.
+"""skorch: a network in GridSearchCV, which copies the model, so that the factory is given its class.
 
 pip install bprong skorch
 python examples/with_skorch.py
 """
 
-import skorch
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV
+from skorch import NeuralNetClassifier
 from torch import nn
 
-import bprong
-
-
-class GivesModule:
-    def initialize_optimizer(self, triggered_directly=None):
-        (params,), settings = self.get_params_for_optimizer("optimizer", self.get_all_learnable_params())
-        self.optimizer_ = self.optimizer(self.module_, self.criterion_, params=params, **settings)
-        return self
-
-
-class NeuralNetClassifier(GivesModule, skorch.NeuralNetClassifier):
-    """Likewise for skorch's NeuralNetBinaryClassifier and NeuralNetRegressor."""
+from bprong import BPRONG
 
 
 def main() -> float:
@@ -29,8 +18,9 @@ def main() -> float:
     x, y = load_digits(return_X_y=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))  # returns logits
-    net = NeuralNetClassifier(model, criterion=nn.CrossEntropyLoss, optimizer=bprong.BPRONG, max_epochs=10, verbose=0)
-    search = GridSearchCV(net, {"lr": ["auto", 0.02]}, cv=3).fit((x / 16).astype("float32"), y)
+    optimizer = BPRONG.factory(nn.Sequential, "cross_entropy")
+    net = NeuralNetClassifier(model, criterion=nn.CrossEntropyLoss, optimizer=optimizer, max_epochs=10, verbose=0)
+    search = GridSearchCV(net, {"optimizer__step": ["natural", "spectral"]}, cv=3).fit((x / 16).astype("float32"), y)
     print(f"better of two: {search.best_params_}, accuracy {search.best_score_:.1%}")
     return search.best_score_
 

@@ -19,19 +19,15 @@ def main() -> float:
     rows = torch.tensor(list("".join(topics.values()).encode("ascii", "ignore"))[:64000]).view(-1, 64)  # Python manual
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0))
     bprong.register(Conv1D, like=nn.Linear, transposed=True)  # GPT-2's own linear layer
-
-    def whitened(model, **settings):  # in groups with and without weight decay, as the Trainer has them
-        decayed = trainer.get_decay_parameter_names(model)
-        groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-        for name, parameter in model.named_parameters():
-            groups[name not in decayed]["params"].append(parameter)
-        return bprong.BPRONG(model, "cross_entropy", params=groups, **settings)
-
+    factory = bprong.BPRONG.factory(model, "cross_entropy", step="spectral", lr=0.02)
     trainer = Trainer(
-        model, TrainingArguments("gpt2", num_train_epochs=2, use_cpu=True, logging_steps=25, report_to="none"),
+        model,
+        TrainingArguments(
+            "gpt2", num_train_epochs=2, weight_decay=0.1, use_cpu=True, logging_steps=25, report_to="none"
+        ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        optimizer_cls_and_kwargs=(lambda: whitened, {"step": "spectral", "lr": 0.02, "weight_decay": 0.1}),
-    )  # fmt: skip
+        optimizer_cls_and_kwargs=(factory, {}),
+    )
     return trainer.train().metrics["train_loss"]
 
 

@@ -66,6 +66,42 @@ def test_the_predicted_memory_is_the_memory_used(name, method):
     assert kept["auto"] <= kept["exact"]  # low-rank inverses, where the data allows them, take less
 
 
+@pytest.mark.parametrize("name", quick_cases(MODELS, "paper", "transformer"))
+def test_the_predicted_memory_of_spectral_steps_is_the_memory_used_beside_momentum(name):
+    """Adam's moments of biases and embeddings are in it."""
+    make, (x, y) = MODELS[name]
+    model = make()
+    options = {"solver": "exact"}
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, step="spectral", options=options)
+    F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+    optimizer.step()
+    states = [{k: v for k, v in state.items() if k != "gradient_average"} for state in optimizer.state.values()]
+    held = {"whitening": {name: layer.state_dict() for name, layer in optimizer._whitening.layers.items()}}
+    held |= dict(enumerate(states))
+    tensors = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(held) if not t.isnan().all()}
+    used = sum(tensors.values())
+    assert abs(bprong.coverage(model, step="spectral").memory - used) < 0.01 * used
+    adamw = torch.optim.AdamW(model.parameters())
+    adamw.step()
+    moments = sum(t.nbytes for state in adamw.state.values() for t in state.values() if t.dim())
+    assert 2 * bprong.coverage(model).momentum == moments
+
+
+def test_coverage_knows_the_step():
+    """Embeddings follow Adam under spectral steps."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3), nn.LayerNorm(3))
+    natural = bprong.coverage(model)
+    assert str(natural) == str(bprong.coverage(model, step="natural"))
+    spectral = bprong.coverage(model, step="spectral")
+    assert spectral.fallback.keys() - natural.fallback.keys() == {"0.weight"}
+    assert "embedding" in spectral.fallback["0.weight"]
+    assert spectral.memory == natural.memory + 2 * (model[0].weight.nbytes + model[1].bias.nbytes)
+    model.requires_grad_(False)
+    assert bprong.coverage(model, step="spectral").momentum == 0
+    with pytest.raises(ValueError, match="step must be"):
+        bprong.coverage(model, step="muon")
+
+
 def test_every_parameter_has_a_row():
     model = sequence_transformer(0)
     found = bprong.coverage(model)
@@ -127,7 +163,7 @@ def test_nothing_is_allocated():
 
 def test_it_prints_as_a_table():
     printed = str(bprong.coverage(nn.Sequential(nn.Linear(784, 100), nn.LayerNorm(100))))
-    header, first, *_, last = printed.splitlines()
+    header, first, *_, last, costs = printed.splitlines()
     assert header.split() == [
         "parameter",
         "shape",
@@ -141,7 +177,8 @@ def test_it_prints_as_a_table():
         "step",
     ]
     assert first.split()[:5] == ["0.weight", "100", "×", "784", "two-sided"]
-    assert last.startswith("in all 7.51 MB; ")
+    assert last == "in all 7.51 MB beside a momentum of 315 kB, where AdamW keeps 630 kB"
+    assert costs.endswith("more than SGD at a step")
 
 
 def test_a_lazy_layer_raises_an_error():

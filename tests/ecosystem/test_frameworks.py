@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 import bprong
 from helpers import classification, mlp, snapshot
 from tiny import Reads, inside, language_batches, llama, optimizer_of, outside, train
-from training import assert_same_path, batches
+from training import EXACT, assert_same_path, batches
 
 
 class Examples(Dataset):
@@ -61,6 +61,23 @@ def test_trainer_takes_the_path_of_a_plain_loop(tmp_path: Path) -> None:
     trainer(model, optimizer_of(model), tmp_path, 4).train()
     train(plain, optimizer_of(plain), language_batches(4), outside)
     assert_same_path(snapshot(model), snapshot(plain), 1e-5)
+
+
+def test_trainer_makes_the_optimizer_from_a_factory(tmp_path: Path) -> None:
+    """With its own groups, of which one has no weight decay; its learning rate is a ratio."""
+    model = llama().double()
+    other = copy.deepcopy(model)
+    settings: dict[str, Any] = {"step": "natural", "every": 2, "options": EXACT | {"seed": 0}}
+    run = trainer(model, None, tmp_path, 4, weight_decay=3.0)
+    run.optimizer_cls_and_kwargs = (bprong.BPRONG.factory(model, "cross_entropy"), settings | {"lr": 1e-3})
+    run.train()
+    decayed = set(run.get_decay_parameter_names(other))
+    params = [
+        {"params": [p for name, p in other.named_parameters() if name in decayed], "weight_decay": 3.0},
+        {"params": [p for name, p in other.named_parameters() if name not in decayed]},
+    ]
+    trainer(other, bprong.BPRONG(other, "cross_entropy", params=params, **settings), tmp_path, 4).train()
+    assert_same_path(snapshot(model), snapshot(other), 1e-9)
 
 
 def test_trainer_with_gradient_accumulation(tmp_path: Path) -> None:

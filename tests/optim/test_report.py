@@ -8,7 +8,7 @@ from torch import nn
 
 import bprong
 from bprong.optim import Periods
-from bprong.optim.report import COLUMNS, Report
+from bprong.optim.report import COLUMNS, Report, by_block
 from helpers import classification, mlp
 from training import EXACT, batches, literal, train
 
@@ -61,8 +61,9 @@ def test_the_printed_table_explains_its_columns():
     for heading, explanation in COLUMNS.values():
         assert f"{heading}: {explanation}" in lines
     assert any(line.startswith("step: ") for line in lines)
-    assert "not whitened (Adam): 3.weight (in LayerNorm)" in lines
-    assert lines[-1].startswith("share of time since the first step: statistics ")
+    assert "not whitened (Adam): 3.weight, 3.bias (in LayerNorm)" in lines
+    assert lines[-2].startswith("share of time since the first step: statistics ")
+    assert lines[-1] == "judgement: training normally"
 
 
 def test_columns_that_nothing_is_known_of_are_left_out():
@@ -88,10 +89,10 @@ def test_the_factor_column_says_how_a_side_is_inverted():
 
 def test_the_numbers_of_lr_auto_are_reported():
     report = reported(lr="auto", every=None)
-    assert set(report.rule) == {"alpha", "mu", "lambda", "ratio"}
+    assert set(report.rule) == {"alpha", "mu", "lambda", "ratio", "multiplier"}
     line = next(line for line in str(report).splitlines() if line.startswith("step rule: "))
     names = [part.split()[0] for part in line.removeprefix("step rule: ").split(", ")]
-    assert names == ["α", "μ", "λ", "actual/predicted"]
+    assert names == ["α", "μ", "λ", "actual/predicted", "multiplier"]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"lr": "auto", "every": None}])
@@ -111,8 +112,166 @@ def test_scalars_are_one_flat_dictionary_of_floats(arguments):
 
 def test_scalars_leave_out_what_is_not_known_yet():
     scalars = bprong.BPRONG(mlp(5, 3), "cross_entropy", lr="auto").report().scalars()
-    assert set(scalars) == {"steps", "time/statistics", "time/factorisation", "time/step", "rule/lambda"}
+    rule = {"rule/lambda", "rule/multiplier"}
+    assert set(scalars) == {"steps", "time/statistics", "time/factorisation", "time/step"} | rule
     assert Report(3, [], {}, {}, {"ratio": None}).scalars() == {"steps": 3.0}
+
+
+def test_loggers_get_the_multiplier_of_schedules():
+    model = mlp(5, 3)
+    optimizer = bprong.BPRONG(model, "cross_entropy")
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.25, 5)
+    train(model, optimizer, [classification(60, 5, 3)])
+    assert scheduler.get_last_lr() == [0.25]
+    assert optimizer.report().scalars()["rule/multiplier"] == 0.25
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(blocks)]
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(layers)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        z = self.first(x)
+        for block in self.blocks:
+            z = block(z)
+        return self.last(z[:, 0])
+
+
+def transformers_report(blocks):
+    torch.manual_seed(0)
+    model = Transformer(blocks)
+    optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01, every=Periods(1, refresh="drift"))
+    data = [(torch.randn(30, 4, 5), torch.randint(3, (30,))) for _ in range(3)]
+    train(model, optimizer, data)
+    return optimizer.report()
+
+
+def test_the_layers_of_a_transformer_are_printed_by_block():
+    """With the largest numbers of their layers; the data, also for loggers, has each layer."""
+    report = transformers_report(2)
+    lines = str(report).splitlines()
+    assert [line.split("  ")[0].strip() for line in map(str.lstrip, lines[2:6])] == [
+        "first", "blocks.0 (6 layers)", "blocks.1 (6 layers)", "last"
+    ]  # fmt: skip
+    assert len(report.layers) == 14
+    assert "blocks.0.linear1/step_norm" in report.scalars()
+    members = [row for row in report.layers if row["layer"].startswith("blocks.1.")]
+    block = by_block(report.layers)[2]
+    assert block["forward_factor"] == "exact"
+    for key in ("step_norm", "forward_age", "forward_drift", "backward_damping"):
+        assert block[key] == max(row[key] for row in members)
+    assert any("largest values of their layers" in line for line in lines)
+
+
+def test_a_deep_transformer_takes_a_line_for_each_block():
+    lines = str(transformers_report(12)).splitlines()
+    assert len(lines) < 12 + 16
+    assert max(map(len, lines)) <= 120
+
+
+def test_parameters_on_adam_are_printed_by_reason():
+    fallback = dict.fromkeys("abcd", "in LayerNorm") | {"e": "in LSTM"}
+    lines = str(Report(3, [{"layer": "0"}], fallback, {}, {})).splitlines()
+    assert "not whitened (Adam): a, b, c, … (in LayerNorm)" in lines
+    assert "not whitened (Adam): e (in LSTM)" in lines
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["0", "2", "4"], ["net.0", "net.2"], ["a.0.fc", "a.1.fc"], ["layer1", "layer2"], ["conv1.weight", "conv1.bias"]],
+)
+def test_layers_that_are_alone_in_their_module_keep_their_names(names):
+    rows = [{"layer": name, "step_norm": None} for name in names]
+    assert by_block(rows) == rows
+
+
+def test_what_is_known_of_some_layers_of_a_block_is_shown():
+    rows = [
+        {"layer": "h.0.q", "forward_factor": "identity 4", "forward_age": None, "step_norm": None},
+        {"layer": "h.0.k", "forward_factor": "exact 4", "forward_age": 3, "step_norm": None},
+    ]
+    (block,) = by_block(rows)
+    expected = {"layer": "h.0 (2 layers)", "forward_factor": "exact, identity", "forward_age": 3, "step_norm": None}
+    assert block == expected
+
+
+# The judgement --------------------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_step_nothing_is_judged():
+    assert bprong.BPRONG(mlp(5, 3), "cross_entropy").report().judgement == "no step was made yet"
+
+
+@pytest.mark.parametrize("arguments", [{"lr": "auto", "every": None}, {"every": Periods(4, refresh="drift")}])
+def test_normal_training_is_called_so(arguments):
+    for steps in (1, 6, 40):
+        assert reported(steps=steps, **arguments).judgement == "training normally"
+
+
+def report_after_growth(size, period=30):
+    """The report at the third time that statistics were due, since when the inputs have become so much larger."""
+    x, y = classification(60, 5, 3)
+    model = mlp(5, 4, 3, phi=nn.Identity)
+    every = Periods(period, refresh="drift")
+    optimizer = literal(model, "cross_entropy", lr=0.0, every=every, forward_damping=1e-9, options=EXACT)
+    train(model, optimizer, [(x, y)] * 2 * period + [(size * x, y)])
+    return optimizer.report()
+
+
+def test_refreshes_are_too_rare_when_most_sides_have_changed_by_more_than_they_were():
+    """Steps along such directions are twice as long as the new statistics ask for, which gains nothing any more."""
+    assert report_after_growth(1.1).judgement == "training normally"
+    report = report_after_growth(4.0)
+    assert report.judgement.startswith("refreshes too rare: statistics change by ")
+    assert str(report).endswith(report.judgement)
+    assert report_after_growth(4.0, period=5).judgement == "training normally", "the first steps change statistics"
+    one = {"layer": "a", "forward_drift": 9.0, "backward_drift": None}
+    others = {"layer": "b", "forward_drift": 0.1, "backward_drift": 0.3}
+    assert Report(99, [one, others], {}, {}, {}).judgement == "training normally"  # one side of three
+    assert Report(99, [one], {}, {}, {}).judgement.startswith("refreshes too rare")
+
+
+def after_blow_ups(gaps):
+    """The report of a run in which updates were made so large that they were undone, after these numbers of steps."""
+    torch.manual_seed(0)
+    model = mlp(5, 8, 3)
+    x = torch.randn(60, 5, dtype=torch.float64)
+    batch = (x, x[:, :3].argmax(-1))
+    optimizer = bprong.BPRONG(model, "cross_entropy", step="natural", every=100)
+    for gap in gaps:
+        train(model, optimizer, [batch] * gap)
+        for p in model.parameters():
+            wrong = 100 * torch.randn_like(p)
+            p.data += wrong
+            optimizer.state[p]["last_update"] += wrong
+        train(model, optimizer, [batch])
+    return optimizer.report()
+
+
+def test_three_undone_steps_in_sixty_are_often():
+    """They and the steps that undo them are a tenth."""
+    report = after_blow_ups([25, 5, 5])
+    assert report.undone == 3
+    assert report.judgement.startswith("steps undone often: 3 of the last 60;")
+    for gaps in ([25, 5], [25, 5, 60]):
+        report = after_blow_ups(gaps)
+        assert report.undone < 3
+        assert report.judgement == "training normally"
+
+
+def test_what_was_tried_is_printed(monkeypatch):
+    monkeypatch.setattr("bprong.optim.auto.race.Rival.verdict", lambda rival: (0.5, 0.01))
+    report = reported(steps=25, lr="auto", every=None)
+    (result,) = report.races
+    assert "natural steps go on" in result
+    assert f"race: {result}" in str(report).splitlines()
 
 
 def test_a_report_needs_no_factorisation(monkeypatch):

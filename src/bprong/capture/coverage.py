@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from bprong.capture.weights import WeightMatrix, covered_weights, dotted
-from bprong.checks import integer
+from bprong.checks import integer, one_of
 from bprong.linalg.moments import MAX_DIM, Limits
 from bprong.parallel.slices import written_type
 
@@ -46,9 +46,13 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """A row for each parameter; prints as a table."""
+    """A row for each parameter; prints as a table.
+
+    momentum: the bytes of one momentum, or last update, of all parameters that are trained; AdamW keeps twice as much
+    """
 
     rows: list[CoverageRow]
+    momentum: int = 0
 
     @property
     def fallback(self) -> dict[str, str]:
@@ -65,21 +69,24 @@ class Coverage:
         lines = []
         for row in self.rows:
             shape = " × ".join(map(str, row.shape))
-            operations = [_amount(count, "flop") for count in (row.refresh, row.per_row, row.step)]
-            amounts = [_amount(row.memory, "B"), *operations]
+            amounts = [_amount(row.memory, "B")]
+            amounts += [_amount(count, "flop") for count in (row.refresh, row.per_row, row.step)]
             lines.append([row.parameter, shape, row.treatment, row.inputs, row.outputs, *amounts, row.reason])
-        refresh = _amount(sum(row.refresh for row in self.rows), "flop")
-        step = _amount(sum(row.step for row in self.rows), "flop")
-        total = (
-            f"in all {_amount(self.memory, 'B') or 'nothing'}; {refresh or 'nothing'} to factor all sides at a "
-            f"refresh, {step or 'nothing'} more than SGD at a step"
-        )
-        return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), total])
+        totals = [(self.memory, "B"), (self.momentum, "B"), (2 * self.momentum, "B")]
+        totals += [(sum(row.refresh for row in self.rows), "flop"), (sum(row.step for row in self.rows), "flop")]
+        memory, momentum, adamw, refresh, step = [_amount(*total) or "nothing" for total in totals]
+        in_all = f"in all {memory} beside a momentum of {momentum}, where AdamW keeps {adamw}"
+        costs = f"{refresh} to factor all sides at a refresh, {step} more than SGD at a step"
+        return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), in_all, costs])
 
 
-def coverage(model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM, strict: bool = False) -> Coverage:
+def coverage(
+    model: nn.Module, *, step: str = "auto", backward: bool = True, max_dim: int = MAX_DIM, strict: bool = False
+) -> Coverage:
     """How `BPRONG(model)` treats each parameter of a model, and at what cost, before anything is allocated.
 
+    step       as for the optimizer: under "spectral" steps embeddings follow Adam, and biases have Adam's moments.
+               "auto": as natural steps; while two kinds of steps are tried, there are weights and factors of both
     backward   False: as `PRONG` does
     max_dim    as for the optimizer
     strict     raise ValueError if a trainable parameter follows the fallback rule
@@ -90,33 +97,39 @@ def coverage(model: nn.Module, *, backward: bool = True, max_dim: int = MAX_DIM,
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"coverage takes a model, not a {type(model).__name__}")
+    one_of("step", step, ("auto", "natural", "spectral"))
     model = getattr(model, "_orig_mod", model)
     weights = list(covered_weights(model, Limits(integer("max_dim", max_dim, 1))))
     reasons = fallback_reasons(model, model.parameters())
     rows = []
     for name, p in model.named_parameters():
         weights_of_p = [weight for weight in weights if p is weight.weight or p is weight.bias]
-        rows.append(_row(name, p, weights_of_p, backward, reasons[p]))
-    result = Coverage(rows)
+        rows.append(_row(name, p, weights_of_p, backward, step == "spectral", reasons[p]))
+    result = Coverage(rows, sum(p.nbytes for p in model.parameters() if p.requires_grad))
     if strict and result.fallback:
         listed = "; ".join(f"{name} ({reason})" for name, reason in result.fallback.items())
         raise ValueError(f"{len(result.fallback)} of {len(rows)} parameters are not whitened: {listed}")
     return result
 
 
-def _row(name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bool, reason: str) -> CoverageRow:
+def _row(
+    name: str, parameter: Tensor, weights: list[WeightMatrix], backward: bool, spectral: bool, reason: str
+) -> CoverageRow:
     """Return the row of a parameter; weights: those that it belongs to; reason: why there are none, if so."""
     shape = tuple(parameter.shape)
     if not parameter.requires_grad:
         return CoverageRow(name, shape, "frozen")
-    if not weights:  # Adam keeps two moments
-        return CoverageRow(name, shape, FALLBACK, reason, memory=2 * parameter.nbytes)
+    moments = 2 * parameter.nbytes  # of Adam
+    if not weights:
+        return CoverageRow(name, shape, FALLBACK, reason, memory=moments)
     treatment = "two-sided" if backward else "forward only"
     first = weights[0]  # others are packed into the same parameters
     if first.weight is not parameter and any(weight.weight.requires_grad for weight in weights):
-        return CoverageRow(name, shape, treatment, "with its weight")
+        return CoverageRow(name, shape, treatment, "with its weight", memory=moments * spectral)
     times = f"{len(weights)} × " if len(weights) > 1 else ""
     cost = sum((Counter(weight.cost(backward)) for weight in weights), Counter())
+    if spectral and first.one_hot:
+        return CoverageRow(name, shape, FALLBACK, "an embedding: spectral steps", memory=moments + cost["memory"])
     inputs = f"{times}{first.inputs}"
     outputs = f"{times}{first.outputs}" if backward else ""
     return CoverageRow(name, shape, treatment + _form(first, backward), "", inputs, outputs, **cost)

@@ -33,7 +33,7 @@ except ModuleNotFoundError as missing:
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 48  # points of a curve, each a character
 MOST_SHARE = 0.01  # of run time for drawing
-OTHER_LINES = 10  # of the view, beside the rows of layers
+OTHER_LINES = 11  # of the view, beside the rows of layers
 DIGITS = 2
 
 
@@ -179,4 +179,5 @@ def _numbers(report: Report, shown: int) -> Text:
         lines.append(f"not whitened  {len(report.fallback)} parameters (Adam): {', '.join(report.fallback)}")
     shares = "   ".join(f"{purpose} {share:.0%}" for purpose, share in report.time.items())
     lines.append(f"time          {shares}   your code {max(0.0, 1 - sum(report.time.values())):.0%}")
+    lines.append(f"judgement     {report.judgement}")
     return Text("\n".join(["", *lines]), no_wrap=True, overflow="ellipsis")

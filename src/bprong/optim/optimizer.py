@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from bprong.capture.measure import Meter
 from bprong.capture.recorder import Recorder
@@ -22,9 +23,10 @@ from bprong.linalg.moments import Limits
 from bprong.optim.auto.race import Race
 from bprong.optim.auto.step import Automatic, NaturalDirections
 from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
+from bprong.optim.factory import factory
 from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
-from bprong.optim.report import Report, layer_row
+from bprong.optim.report import RECENT, Report, layer_row
 from bprong.optim.rules import Directions, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirections
 from bprong.optim.stepping import SteppingOptimizer, fallback_of, name_in
@@ -127,8 +129,8 @@ class BPRONG(SteppingOptimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
-                f"{name}(model.parameters(), ...). Use params= to select parameters. For skorch, which passes "
-                f"parameters only, see examples/with_skorch.py"
+                f"{name}(model.parameters(), ...). Use params= to select parameters. For a framework that makes the "
+                f"optimizer itself, give it {name}.factory(model, loss) in place of an optimizer's class"
             )
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')
@@ -170,6 +172,25 @@ class BPRONG(SteppingOptimizer):
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._forget()
+
+    @classmethod
+    def factory(
+        cls, model: nn.Module | type[nn.Module], loss: Declaration | None = None, **arguments: Any
+    ) -> type[Optimizer]:
+        """A class for frameworks that make the optimizer themselves: `Class(params, **settings)`, as torch's.
+
+            Learner(…, opt_func=partial(OptimWrapper, opt=BPRONG.factory(model, criterion)))    # fastai
+            DQN(…, policy_kwargs={"optimizer_class": PRONG.factory(QNetwork)})                  # Stable-Baselines3
+
+        model      the module that is called in training; or its class, if the framework makes or copies the model: the
+                   module that has the parameters is then looked for
+        loss, arguments
+                   as for the optimizer, but for `params`
+
+        A learning rate that the framework fills in is that of the parameter groups: without an lr among the arguments
+        of BPRONG.factory only its ratios count. A parameter that is not the model's is an error.
+        """
+        return factory(cls, model, loss, arguments)
 
     def _whitening_of(self, every: int | Periods | None) -> Whitening:
         layers = self._layers()
@@ -213,7 +234,8 @@ class BPRONG(SteppingOptimizer):
         reasons = {name_in(self._model, p): reason for p, reason in fallback.items()}
         rows = [layer_row(layer, t, self._rule.damping) for layer in whitening.layers.values()]
         shares = {purpose: seconds / total for purpose, seconds in whitening.seconds.items()}
-        return Report(t, rows, reasons, shares, self._rule.report())
+        undone = sum(t - step < RECENT for step in self._rule.undone_at)
+        return Report(t, rows, reasons, shares, self._rule.report(), self._race.history if self._race else (), undone)
 
     # The contract of torch.optim --------------------------------------------------------------------------------------
 

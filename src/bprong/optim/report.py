@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from bprong.capture.coverage import table
@@ -18,6 +20,9 @@ COLUMNS = {  # of each side, with the values of `side_values`: heading, explanat
 }
 STEP = ("step", "length of the weight's step at the last refresh")
 RULE_NUMBERS = {"alpha": "α", "mu": "μ", "lambda": "λ", "ratio": "actual/predicted"}  # of lr="auto", as printed
+RECENT = 60  # steps, of which
+OFTEN = 3  # undone ones are often: with the steps that undo them they are a tenth
+FAR = 1.0  # median drift at which natural steps are twice as long as new statistics ask for, and gain nothing
 
 
 def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, Any]:
@@ -39,8 +44,10 @@ class Report:
     fallback:  the parameters that follow the fallback rule (Adam), with the reason
     time:      shares of the time since the first step that went to statistics, factorisation and steps
     rule:      numbers of the step rule. For lr="auto": the last coefficients alpha and mu of the whitened direction and
-               of the last update, the damping lambda, and the ratio of the actual to the predicted decrease of the
-               loss; None before there is one
+               of the last update, the damping lambda, the ratio of the actual to the predicted decrease of the loss,
+               and the multiplier of the last step: its learning rate relative to the highest; None: not known yet
+    races:     what was tried, and chosen
+    undone:    how many of the last 60 steps were undone
     """
 
     steps: int
@@ -48,6 +55,21 @@ class Report:
     fallback: dict[str, str]
     time: dict[str, float]
     rule: dict[str, float | None]
+    races: Sequence[str] = ()
+    undone: int = 0
+
+    @property
+    def judgement(self) -> str:
+        """How training goes, in one sentence."""
+        drifts = [row.get(f"{side}_drift") for row in self.layers for side in SIDES]
+        drift = median([x for x in drifts if x is not None] or [0.0])
+        if not self.steps:
+            return "no step was made yet"
+        if self.undone >= OFTEN:
+            return f"steps undone often: {self.undone} of the last {RECENT}; look for outliers, or take larger batches"
+        if drift > FAR and self.steps > RECENT:  # the first steps change statistics in any case
+            return f"refreshes too rare: statistics change by {drift:.0%} in between; give a smaller every="
+        return "training normally"
 
     def __str__(self) -> str:
         headings = {"layer": "layer"}
@@ -55,14 +77,22 @@ class Report:
             headings |= {f"{side}_{key}": f"{heading} {letter}" for side, letter in zip(SIDES, "zδ", strict=True)}
         headings["step_norm"] = STEP[0]
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
-        rows = [[cell(row.get(key)) for key in used] for row in self.layers]
+        rows = [[cell(row.get(key)) for key in used] for row in by_block(self.layers)]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
         lines += [f"{heading}: {explanation}" for heading, explanation in (*COLUMNS.values(), STEP)]
-        lines += [f"not whitened (Adam): {name} ({reason})" for name, reason in self.fallback.items()]
+        if len(rows) < len(self.layers):
+            lines.append("blocks: the largest values of their layers; report().layers has each layer")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.fallback.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            lines.append(f"not whitened (Adam): {', '.join(names[:3])}{', …' * (len(names) > 3)} ({reason})")
+        lines += [f"race: {result}" for result in self.races]
         if self.rule:
             lines.append("step rule: " + ", ".join(self.rule_numbers()))
         times = ", ".join(f"{purpose} {fraction:.1%}" for purpose, fraction in self.time.items())
-        return "\n".join([*lines, f"share of time since the first step: {times}; the rest is your own code"])
+        lines.append(f"share of time since the first step: {times}; the rest is your own code")
+        return "\n".join([*lines, f"judgement: {self.judgement}"])
 
     def rule_numbers(self, digits: int = 3) -> list[str]:
         """Return each number of the step rule with its letter."""
@@ -86,6 +116,29 @@ def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
     for side in layer.sides:
         row |= {f"{side.name}_{key}": value for key, value in side_values(layer, side, t, damping).items()}
     return row
+
+
+def by_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of layers, where several layers in one numbered module, such as a transformer's block, have one row.
+
+    >>> rows = [{"layer": name, "step_norm": 0.1} for name in ("h.0.q", "h.0.k", "h.1.q", "h.1.k", "head")]
+    >>> [row["layer"] for row in by_block(rows)]
+    ['h.0 (2 layers)', 'h.1 (2 layers)', 'head']
+    """
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        blocks.setdefault(re.sub(r"(.*\.\d+)\..*", r"\1", row["layer"]), []).append(row)
+    return [layers[0] if len(layers) == 1 else _block(name, layers) for name, layers in blocks.items()]
+
+
+def _block(name: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row with the largest numbers of some layers, and the kinds of their factors without sizes."""
+    block = {}
+    for key in layers[0]:
+        values = [row[key] for row in layers if row[key] is not None]
+        kinds = {value.split()[0] for value in values if isinstance(value, str)}
+        block[key] = ", ".join(sorted(kinds)) or max(values, default=None)
+    return block | {"layer": f"{name} ({len(layers)} layers)"}
 
 
 def cell(value: Any, digits: int = 3) -> str:

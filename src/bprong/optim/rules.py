@@ -135,10 +135,12 @@ class StepRule(ABC, Defaults):
 
     reads_every_batch:  whether the rule needs the targets of every step, not only of those with a refresh
     checks:             whether `step_` raises NotFiniteError for gradients that are not `checked` and not finite
+    undone_at:          the last steps that were undone
     """
 
     reads_every_batch: bool = False
     checks: bool = False
+    undone_at: Sequence[int] = ()
 
     @property
     def kind(self) -> str:

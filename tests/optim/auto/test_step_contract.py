@@ -135,7 +135,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(t):
 def test_the_report_shows_the_coefficients_of_the_step_for_lr_auto_only():
     model = mlp(5, 4, 3)
     optimizer = auto(model)
-    assert optimizer.report().rule == {"alpha": None, "mu": None, "lambda": SETTINGS.initial_lambda, "ratio": None}
+    unknown = dict.fromkeys(("alpha", "mu", "ratio"))
+    assert optimizer.report().rule == unknown | {"lambda": SETTINGS.initial_lambda, "multiplier": 1.0}
     train(model, optimizer, batches(*DATA, 20, 3))
     shown = optimizer.report().rule
     assert shown["alpha"] > 0

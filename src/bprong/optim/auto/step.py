@@ -135,6 +135,7 @@ class Automatic(StepRule):
             "mu": self.rule.coefficients.get("last"),
             "lambda": self.rule.lam,
             "ratio": self.rule.ratio,
+            "multiplier": self.rule.multiplier,
         }
 
     def prepare(self, gradients: Gradients, layers: Layers) -> None:
@@ -258,6 +259,7 @@ class Automatic(StepRule):
         torch._foreach_div_(list(updates), [gradients.states[p][LAST_DECAY] for p in updates])
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}
+        self.undone_at = [*self.undone_at[-9:], gradients.t]
         self.rule.undone(gradients.t)
         return True
 
