@@ -298,10 +298,15 @@ def test_the_model_has_its_own_weights_again_also_after_an_error():
     before = snapshot(model)
     tensors = [*model.parameters(), *model.buffers()]
     places = [x.data_ptr() for x in tensors]
-    with pytest.raises(KeyboardInterrupt), optimizer.averaged():
-        assert torch.is_grad_enabled()
-        assert not torch.equal(model[0].weight, before["0.weight"])
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with optimizer.averaged():
+            assert torch.is_grad_enabled()
+            assert not torch.equal(model[0].weight, before["0.weight"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert_unchanged(before, snapshot(model))
     assert places == [x.data_ptr() for x in tensors]
 
