@@ -3,6 +3,7 @@
 import tempfile
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,8 @@ def averaged(rank, size):
     box = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(box)
     found = {}
-    for way, wrap in (("sharded", sharded), ("replicated", DistributedDataParallel)):
+    never_resharded = partial(sharded, reshard_after_forward=False)
+    for way, wrap in (("sharded", never_resharded), ("replicated", DistributedDataParallel)):
         for name in AVERAGED:
             found[way, name] = averages_and_those_of_a_resumed_run(CASES[name], wrap, f"{box[0]}/{way} {name}")
     return found
@@ -131,20 +133,19 @@ def averages_and_those_of_a_resumed_run(case, wrap, folder):
             optimizer.step()
 
     def values(model):
-        return whole(model) if wrap is sharded else parameters(model)
+        return parameters(model) if wrap is DistributedDataParallel else whole(model)
 
     def averages(run):
         model, optimizer, _ = run
         x, _ = data(case, 0, 0, 0)
-        with torch.no_grad():
-            model(x)  # of which FSDP may keep whole parameters
         before = values(model)
-        with optimizer.averaged(), torch.no_grad():
-            average = values(model)
-            output = model(x)
         with torch.no_grad():
-            afterwards = model(x)
-        return average, output, afterwards, torch.equal(before, values(model))
+            model(x)  # leaves the parameters whole
+            with optimizer.averaged():
+                average = values(model)
+                output = model(x)
+            restored = torch.equal(before, values(model))
+            return average, output, model(x), restored
 
     run = begun()
     trained(run, range(AVERAGED_STEPS // 2))
