@@ -152,6 +152,25 @@ def train(case, ranks, rank=None):
     return model, optimizer
 
 
+AVERAGED_STEPS = 12
+
+
+def averaged_alone(case, ranks):
+    """The averages of the parameters after some steps of one process, with the batches of all ranks."""
+    model = made(case)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = case.optimizer(model, criterion, **case.arguments)
+    optimizer.averaged()
+    for step in range(AVERAGED_STEPS):
+        optimizer.zero_grad()
+        for one in range(ranks):
+            x, y = data(case, one, step, 0)
+            (criterion(model(x), y) / ranks).backward()
+        optimizer.step()
+    with optimizer.averaged():
+        return parameters(model)
+
+
 def paths(rank, size, names=tuple(CASES)):
     """The parameters at the end of every case."""
     with warnings.catch_warnings():

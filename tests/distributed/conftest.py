@@ -11,7 +11,7 @@ QUICK = (
     "behaviours:resumed", "behaviours:saved_for_one_process", "behaviours:distributed_checkpoint",
     "behaviours:an_empty_batch", "behaviours:an_error_on_one_rank", "behaviours:gradients_that_differ",
     "behaviours:averaged_by_hand", "behaviours:join", "behaviours:whitened",
-    "fully_sharded:some_paths", "fully_sharded:memory", "fully_sharded:refused",
+    "fully_sharded:some_paths", "fully_sharded:memory", "fully_sharded:averaged", "fully_sharded:refused",
 )  # fmt: skip
 
 

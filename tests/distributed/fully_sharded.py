@@ -3,17 +3,19 @@
 import tempfile
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from behaviours import RULES, raised
-from cases import CASES, EXACT, Case, Transformer, data, made
+from cases import AVERAGED_STEPS, CASES, EXACT, Case, Transformer, data, made, parameters
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import bprong
@@ -97,6 +99,65 @@ def distributed_checkpoint(rank, size):
             other_step(t)
         found[name] = whole(model), whole(other)
     return found
+
+
+AVERAGED = ("momentum", "spectral transformer", "auto, spectral")
+
+
+def averaged(rank, size):
+    """Of sharded models and of DistributedDataParallel: averages, and those of a resumed run."""
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    found = {}
+    never_resharded = partial(sharded, reshard_after_forward=False)
+    for way, wrap in (("sharded", never_resharded), ("replicated", DistributedDataParallel)):
+        for name in AVERAGED:
+            found[way, name] = averages_and_those_of_a_resumed_run(CASES[name], wrap, f"{box[0]}/{way} {name}")
+    return found
+
+
+def averages_and_those_of_a_resumed_run(case, wrap, folder):
+    def begun():
+        model = wrap(made(case))
+        criterion = nn.CrossEntropyLoss()
+        optimizer = case.optimizer(model, criterion, **case.arguments)
+        optimizer.averaged()
+        return model, optimizer, criterion
+
+    def trained(run, steps):
+        model, optimizer, criterion = run
+        for t in steps:
+            optimizer.zero_grad()
+            x, y = data(case, dist.get_rank(), t, 0)
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+    def values(model):
+        return parameters(model) if wrap is DistributedDataParallel else whole(model)
+
+    def averages(run):
+        model, optimizer, _ = run
+        x, _ = data(case, 0, 0, 0)
+        before = values(model)
+        with torch.no_grad():
+            model(x)  # leaves the parameters whole
+            with optimizer.averaged():
+                average = values(model)
+                output = model(x)
+            restored = torch.equal(before, values(model))
+            return average, output, model(x), restored
+
+    run = begun()
+    trained(run, range(AVERAGED_STEPS // 2))
+    saved = dict(zip(("model", "optimizer"), get_state_dict(*run[:2]), strict=True))
+    dcp.save(saved, checkpoint_id=folder)
+    resumed = begun()
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(*resumed[:2]), strict=True))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(*resumed[:2], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    for one in (run, resumed):
+        trained(one, range(AVERAGED_STEPS // 2, AVERAGED_STEPS))
+    return averages(run), averages(resumed)
 
 
 def memory(rank, size):

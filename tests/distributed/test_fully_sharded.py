@@ -67,6 +67,24 @@ def test_distributed_checkpoints_restore_everything(found_slowly, rule):
         assert torch.equal(expected, resumed)
 
 
+@pytest.mark.parametrize("name", fully_sharded.AVERAGED)
+@pytest.mark.parametrize("way", ["sharded", "replicated"])
+def test_averaged_weights_are_those_of_one_process_and_resume_bit_for_bit(found, way, name):
+    """With torch.distributed.checkpoint. The model computes with them in the context only."""
+    case = cases.CASES[name]
+    expected = cases.averaged_alone(case, 2)
+    model = cases.made(case)
+    torch.nn.utils.vector_to_parameters(expected, model.parameters())
+    for by_rank in found["averaged"]:
+        (average, output, afterwards, restored), (resumed, *_) = by_rank[way, name]
+        assert restored
+        assert_close(average, expected, 1e-9)
+        assert_close(output, model(cases.data(case, 0, 0, 0)[0]), 1e-9)
+        assert not torch.allclose(output, afterwards)
+        assert torch.equal(average, resumed)
+        assert torch.equal(average, found["averaged"][0][way, name][0][0])
+
+
 def test_each_rank_has_its_part_of_the_state(found):
     for factors, momentum in found["memory"]:
         assert factors <= 0.6

@@ -8,6 +8,7 @@ shapes must depend on the model alone. NaN stands for what is not known yet. Eac
                each is whitened
     optimizer  of the first parameter: the numbers of the schedule and of the step rule, by the kinds of optimizer and
                rule
+    averages   of the first parameter: those of the weights, if there are any
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from bprong.whitening.layer import Layer
 from bprong.whitening.refresh import Whitening
 
 KEY = "bprong"
+AVERAGES = "averages"
 State = dict[str, Any]
 
 

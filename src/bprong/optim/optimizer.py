@@ -22,7 +22,8 @@ from bprong.linalg.factors import Damping
 from bprong.linalg.moments import Limits
 from bprong.optim.auto.race import Race
 from bprong.optim.auto.step import Automatic, NaturalDirections
-from bprong.optim.checkpoint import check_demoted, packed, unpacked, with_entries, without_entries
+from bprong.optim.averaging import AveragedWeights
+from bprong.optim.checkpoint import AVERAGES, check_demoted, packed, unpacked, with_entries, without_entries
 from bprong.optim.factory import factory
 from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
@@ -225,6 +226,23 @@ class BPRONG(SteppingOptimizer):
         """
         return self._meter.recording()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context in which the model has the average of its weights over the run, for evaluation.
+
+            with optimizer.averaged():
+                evaluate(model)
+
+        The first call begins the average, so call it once before training. Later steps count more in it
+        (`optim.averaging`). It is a part of `state_dict`: call this before `load_state_dict` too. If spectral steps win
+        a race (docs/races.md), the average begins again with the weights that they have led to.
+        """
+        if self._averages is None:
+            self._averages = AveragedWeights(self._model)
+            t = self._whitening.schedule.t
+            if t:
+                warn(f"averaging begins after {t} steps: call optimizer.averaged() before training or load_state_dict")
+        return self._averages.in_the_model(self)
+
     def report(self) -> Report:
         """The state of each layer, the parameters that are not whitened, the shares of time, and the step rule."""
         whitening = self._whitening
@@ -258,6 +276,8 @@ class BPRONG(SteppingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's own state, in which each parameter has an entry of ours (`optim.checkpoint`)."""
         entries = packed(type(self).__name__, self._parameters, self._whitening, self._rule)
+        if self._averages is not None:
+            entries[0][AVERAGES] = self._averages.state_dict(self._parameters)
         state = with_entries(super().state_dict(), entries)
         return state if self._race is None else state | {"race": self._race.state_dict(self._parameters)}
 
@@ -273,6 +293,8 @@ class BPRONG(SteppingOptimizer):
         super().load_state_dict(others)
         self._rule.load_state_dict(rule, parameters)
         whitening.load_state_dict(schedule, layers)
+        if self._averages is not None:
+            self._averages.load_state_dict(entries[0].get(AVERAGES, {}), parameters)
         self._ranks.before = None  # a checkpoint may have been made by another number of processes
         self._forget()
 

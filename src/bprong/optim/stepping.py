@@ -25,6 +25,7 @@ from bprong.capture.recorder import Recorder
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss
 from bprong.optim.auto.race import Race
+from bprong.optim.averaging import AveragedWeights
 from bprong.optim.checkpoint import KEY
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule, read
@@ -41,6 +42,7 @@ class SteppingOptimizer(Optimizer):
 
     _model:      as it was written, also if it is compiled
     _race:       finds out which steps serve better; None: the user has chosen
+    _averages:   of the weights; None: nobody has asked for them
     _observes:   whether the calls of the model are observed until the next step
     _takes_all:  whether parameters without a group are worth a warning
     _started:    when the first step was made
@@ -58,6 +60,7 @@ class SteppingOptimizer(Optimizer):
     _meter: Meter
     _recorder: Recorder
     _race: Race | None = None
+    _averages: AveragedWeights | None = None
     _refused: int = 0
     _observes: bool
     _takes_all: bool
@@ -104,7 +107,7 @@ class SteppingOptimizer(Optimizer):
             return False
         if gradients.checked and not self._accepts(gradients):
             if gradients.t == 0:
-                self._prepare(gradients)
+                prepare(gradients, rule, self._whitening)
             return False
         if self._observes and not self._take_batches(gradients):
             return False
@@ -115,6 +118,8 @@ class SteppingOptimizer(Optimizer):
             if self._observes:
                 self._measure(gradients)
             start = time.perf_counter()
+            if self._averages is not None:
+                self._averages.add(self._parameters)
             try:
                 winner = None
                 if self._race is not None and gradients.t >= self._race.next:
@@ -122,8 +127,7 @@ class SteppingOptimizer(Optimizer):
                 if winner is None:
                     rule.step_(gradients, whitening.layers)
                 else:
-                    self._rule = winner
-                    whitening.schedule.restart(gradients.t + 1)
+                    self._follow(winner, gradients.t)
             except NotFiniteError:
                 gradients.checked = True
                 return self._make(gradients)
@@ -131,6 +135,13 @@ class SteppingOptimizer(Optimizer):
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
         return True
+
+    def _follow(self, winner: StepRule, t: int) -> None:
+        """Goes on with the rule that has won a race at step t, from the weights that it has led to."""
+        self._rule = winner
+        self._whitening.schedule.restart(t + 1)
+        if self._averages is not None:
+            self._averages.restart()
 
     def _gradients(self) -> Gradients:
         groups: dict[Tensor, Group] = {}
@@ -146,6 +157,7 @@ class SteppingOptimizer(Optimizer):
                 values[p] = gradient
         schedule = self._whitening.schedule
         checked = self._observes or self._ranks.sharded or not self._rule.checks or schedule.t == 0
+        checked = checked or self._averages is not None  # weights are added before a rule checks
         return Gradients(
             values, groups, self.state, schedule.t, schedule.base_seed,
             noted=self._whitening.due, sliced=self._ranks.sharded, checked=checked,
@@ -179,16 +191,6 @@ class SteppingOptimizer(Optimizer):
         # Two in a row are not one bad batch but a bad step.
         is_undone = self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
         warn(f"{message}; {'the last update was undone' if is_undone else 'nothing was changed'}")
-
-    def _prepare(self, gradients: Gradients) -> None:
-        """Creates the states of the parameters, which distributed checkpoints ask for before they load them."""
-        zeros = {p: torch.zeros_like(g) for p, g in gradients.values.items()}
-        groups = {p: group | {"lr": 0.0, "weight_decay": 0.0} for p, group in gradients.groups.items()}
-        self._whitening.share()
-        self._rule.prepare(replace(gradients, values=zeros, groups=groups, noted=False), self._whitening.layers)
-        for p in zeros:
-            states = {key: value * 0 for key, value in self.state[p].items() if key != KEY}  # steps are counted there
-            self.state[p] = states | {KEY: {}}
 
     def _take_batches(self, gradients: Gradients) -> bool:
         """Gives the gradients the batches behind them; False: the rule needs one, and no process has any."""
@@ -249,6 +251,17 @@ class SteppingOptimizer(Optimizer):
         """For deepcopy and pickle: torch's own state and ours, without batches."""
         ours = {name: getattr(self, name) for name in SteppingOptimizer.__annotations__}
         return super().__getstate__() | ours | {"_started": None}
+
+
+def prepare(gradients: Gradients, rule: StepRule, whitening: Whitening) -> None:
+    """Creates the states of the parameters, which distributed checkpoints ask for before they load them."""
+    zeros = {p: torch.zeros_like(g) for p, g in gradients.values.items()}
+    groups = {p: group | {"lr": 0.0, "weight_decay": 0.0} for p, group in gradients.groups.items()}
+    whitening.share()
+    rule.prepare(replace(gradients, values=zeros, groups=groups, noted=False), whitening.layers)
+    for p in zeros:
+        states = {key: value * 0 for key, value in gradients.states[p].items() if key != KEY}  # steps are counted there
+        gradients.states[p] = states | {KEY: {}}
 
 
 def name_in(model: nn.Module, parameter: Tensor) -> str:

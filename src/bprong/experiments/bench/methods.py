@@ -3,7 +3,8 @@
 Every tuned method chooses a learning rate, a schedule, weight decay and a momentum from as many quasi-random trials as
 all others. The setting "schedule" is applied by `training.py`: a number s means that the rate rises in the first 5 % of
 s times the step budget and then falls to zero along a straight line until its end; "averaged" means a constant rate and
-an average of the weights over the last 5 % of the steps so far. Automatic methods have one recipe for all workloads.
+an average of the weights over the last 5 % of the steps so far (`optim.averaging`). Automatic methods have one recipe
+for all workloads, which their titles name.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ METHODS: dict[str, Method] = {
         fixed={"warmup": 0.0}, needs="schedulefree",
     ),
     "prodigy": Method(
-        "Prodigy", peers.prodigy, fixed={"schedule": "averaged", "warmup": 0.0}, needs="prodigyopt", price=1.2,
+        "Prodigy, averaged weights", peers.prodigy, fixed={"schedule": "averaged", "warmup": 0.0},
+        needs="prodigyopt", price=1.2,
         note="its bias correction and the safeguard of its warm-up are on",
     ),
     "schedule-free-default": Method(
@@ -140,10 +142,11 @@ METHODS: dict[str, Method] = {
         fixed={"step": "spectral"}, price=1.6,
     ),
     "bprong-auto": Method(
-        'BPRONG, lr="auto"', optimizers.bprong_, fixed={"schedule": "averaged", "warmup": 0.0}, price=1.7,
+        'BPRONG, lr="auto", averaged weights', optimizers.bprong_,
+        fixed={"schedule": "averaged", "warmup": 0.0}, price=1.7,
     ),
     "bprong-auto-spectral": Method(
-        'BPRONG, lr="auto", spectral', optimizers.bprong_,
+        'BPRONG, lr="auto", spectral, averaged weights', optimizers.bprong_,
         fixed={"step": "spectral", "schedule": "averaged", "warmup": 0.0}, price=1.7,
     ),
 }  # fmt: skip

@@ -37,7 +37,9 @@ Lines = Sequence[Sequence[str]]
 HOW = (
     "Every tuned method has the same number of quasi-random trials in a search space declared in the code, on one "
     f"split of the data with seed {TUNING_SEED}; the best trial, by its steps to both targets, is rerun on fresh seeds "
-    "of another split. Automatic methods have one recipe for all workloads. Targets were fixed beforehand: what the "
+    "of another split. Automatic methods have one recipe for all workloads. With “averaged weights”, and where "
+    "schedule=averaged was tuned, the rate is constant, and losses are those of an average of the weights: that of "
+    "`optimizer.averaged()`, over the last 5 % of the steps so far. Targets were fixed beforehand: what the "
     "best of 36 trials of AdamW, NAdam and SGD with momentum reaches in three quarters of the step budget, the median "
     "of three seeds. Methods take turns, one process for each core, one thread each. Seconds are of training alone, "
     f"without measurements. A run ends when both targets are reached, at its step budget, or after {LIMIT:g} times the "

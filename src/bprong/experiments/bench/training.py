@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,14 +17,17 @@ from bprong.experiments.bench.search import factor
 from bprong.experiments.bench.targets import Target
 from bprong.experiments.bench.timing import Clock
 from bprong.experiments.bench.workloads import Loss, Measurement, Workload
+from bprong.optim.averaging import AveragedWeights
 
 WARMUP = 0.05  # the share of a schedule in which the rate rises
 CONSTANT_WARMUP = 0.3  # a constant rate rises as in a schedule over this share of the step budget
-AVERAGED = 0.05  # the share of all steps so far that a weight average spans
+AVERAGED = 0.05  # the share of all steps so far that a weight average spans; targets were found with this one
 
 
 class Trainer(Protocol):
     """What a method makes: its parameter groups, whose "lr" the schedule sets, and a step on one batch."""
+
+    optimizer: torch.optim.Optimizer
 
     @property
     def groups(self) -> list[dict[str, Any]]: ...
@@ -108,7 +111,9 @@ class Run:
         make_model = workload.normalised if start.normalised else workload.model
         assert make_model is not None
         self.model = make_model(start.seed)
-        self.average = copy.deepcopy(self.model) if schedule == "averaged" else None
+        self.average = AveragedWeights(self.model) if schedule == "averaged" else None
+        if self.average is not None:
+            self.average.eta = 1 / AVERAGED - 1
         self.horizon = schedule * workload.steps if isinstance(schedule, float) else math.inf
         torch.manual_seed(start.seed)
         self.trainer = start.make(self.model, workload.criterion(), settings, workload.steps)
@@ -143,12 +148,12 @@ class Run:
             group["lr"] = rate * share
         x, y = next(self.source)
         with self.clock.running():
+            if self.average is not None:
+                self.average.add(self.model.parameters())
             loss = self.trainer.step(x, y)
             if not math.isfinite(float(loss)):
                 raise FloatingPointError("the loss is not finite")
             self.step += 1
-            if self.average is not None:
-                self._average(self.average)
 
     def _share(self) -> float:
         """What the rates are multiplied by: they rise, and then stay or fall to zero along a straight line."""
@@ -158,17 +163,11 @@ class Run:
         steps = round(self.horizon)
         return factor("linear", self.warmup, min(self.step, steps), steps)
 
-    @torch.no_grad()
-    def _average(self, average: nn.Module) -> None:
-        """Move the average towards the model. Statistics of Batch Normalisation are averaged like weights."""
-        weight = 1 / (1 + AVERAGED * self.step)
-        own = [value for value in average.state_dict().values() if value.is_floating_point()]
-        new = [value for value in self.model.state_dict().values() if value.is_floating_point()]
-        torch._foreach_lerp_(own, new, weight)
-
     def _record(self) -> None:
         self.trainer.ready("eval")
-        losses = self.measure(self.model if self.average is None else self.average)
+        average = nullcontext() if self.average is None else self.average.in_the_model(self.trainer.optimizer)
+        with average:
+            losses = self.measure(self.model)
         self.trainer.ready("train")
         if not all(map(math.isfinite, losses)):
             raise FloatingPointError("a measured loss is not finite")
