@@ -51,6 +51,8 @@ def run_alone(
         yield (head or Head()).find(returned, losses), recorded
 
 
+_GENERATORS = [name for name in vars(checkpoint) if name.startswith("_checkpoint_without_reentrant_generator")]
+
 # Checkpoints, reentrant or not: the function is called once, with nothing around it. In eval mode without gradients
 # attention is one fused function, which shows none of its projections and has no derivatives.
 _AS_WRITTEN = Replacements(
@@ -62,11 +64,7 @@ _AS_WRITTEN = Replacements(
             SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args)),
         ),
         # A generator, which newer versions of torch have under a second name.
-        *(
-            (checkpoint, name, lambda *args, **kwargs: iter([None]))
-            for name in vars(checkpoint)
-            if name.startswith("_checkpoint_without_reentrant_generator")
-        ),
+        *((checkpoint, name, lambda *args, **kwargs: iter([None])) for name in _GENERATORS),
     ]
 )
 
@@ -123,13 +121,12 @@ def _restorers(values: Iterable[Any], visited: set[int]) -> list[Callable[[], ob
             continue
         visited.add(id(value))
         is_container, way = _way_of(kind)
-        if is_container and not value:  # as most containers of a module are
-            restorers += [value.clear] if way else []
-            continue
-        if way and not (issubclass(kind, Tensor) and isinstance(value, nn.Parameter)):
+        if is_container and way and not value:  # as most containers of a module are
+            restorers.append(value.clear)
+        elif way and not (issubclass(kind, Tensor) and isinstance(value, nn.Parameter)):
             contents_of, restore = way
             restorers.append(partial(restore, value, contents_of(value)))
-        if is_container:
+        if is_container and value:
             restorers += _restorers(list(value.values() if issubclass(kind, dict) else value), visited)
     return restorers
 

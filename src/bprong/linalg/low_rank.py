@@ -32,7 +32,7 @@ WORST = 4.0  # the largest error of a direction, relative to this
 LONGEST_BACKOFF = 16  # refreshes
 
 OVERSAMPLING = 32  # directions iterated beyond the previous rank
-FIRST_SIZE = 64  # directions iterated at first, without a previous factor to start from
+FIRST_SIZE = 48  # directions iterated at first, at least
 RANK_MULTIPLE = 8  # ranks are multiples of this, which products are faster with
 HOPELESS = 3.0  # times the tolerance: an error above which more directions are not tried
 SLACK = 1.25  # factor on the error of the tail, whose largest eigenvalue is approached from below
@@ -135,15 +135,23 @@ def low_rank(
         return None
     largest = min(len(second), most + OVERSAMPLING)
     vectors = second[:, :0] if start is None else start.to(second)
-    size = FIRST_SIZE if start is None else start.shape[1] + OVERSAMPLING
+    size = max(FIRST_SIZE, vectors.shape[1] + OVERSAMPLING)
     while True:
         size = min(size, largest)
         added = second @ random_directions(len(second), size - vectors.shape[1], second)
         values, vectors, residuals = _leading(second, torch.cat([vectors, added], dim=1))
-        factor = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
-        if factor.error <= tolerance:
-            return factor
-        if size == largest or factor.error > HOPELESS * tolerance:
+        errors, shifts = _errors(second, values, residuals, epsilon)
+        stated = errors.tolist()
+        limit = min(most, len(stated))
+        ranks = [*range(RANK_MULTIPLE, limit, RANK_MULTIPLE), limit]
+        # The least rank whose error is within the tolerance or, if there is none, the one with the least error.
+        k = min(ranks, key=lambda rank: max(stated[rank - 1], tolerance))
+        error = stated[k - 1]
+        if error <= tolerance:
+            s = float(shifts[k - 1])
+            weights = (1 / s - 1 / (values[:k] + epsilon)).clamp(min=0)
+            return LowRank(vectors[:, :k] * weights.sqrt(), s, error)
+        if size == largest or error > HOPELESS * tolerance:
             return None
         size += size // 2
 
@@ -160,23 +168,6 @@ def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, vectors, residuals.addcmul_(vectors, values, value=-1)
 
 
-def _truncated(
-    second: Tensor, values: Tensor, vectors: Tensor, residuals: Tensor, epsilon: float, tolerance: float, most: int
-) -> LowRank:
-    """The factor of the least rank, a multiple of RANK_MULTIPLE, whose error is within the tolerance.
-
-    It is the most accurate one of all these ranks if none is.
-    """
-    errors, shifts = _errors(second, values, residuals, epsilon)
-    largest = min(most, len(errors))
-    ranks = [*range(RANK_MULTIPLE, largest, RANK_MULTIPLE), largest]
-    stated = errors.tolist()
-    k = next((k for k in ranks if stated[k - 1] <= tolerance), min(ranks, key=lambda k: stated[k - 1]))
-    s = float(shifts[k - 1])
-    weights = (1 / s - 1 / (values[:k] + epsilon)).clamp(min=0)
-    return LowRank(vectors[:, :k] * weights.sqrt(), s, stated[k - 1])
-
-
 def _errors(second: Tensor, values: Tensor, residuals: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The error of each rank k = 1, 2, …, m − 1, and its s.
 
@@ -189,8 +180,8 @@ def _errors(second: Tensor, values: Tensor, residuals: Tensor, epsilon: float) -
     """
     values = values.clamp(min=1e-30)
     damped = values + epsilon
-    beyond = (second.trace() - values.sum()).clamp(min=0)
-    sums = (values.flip(0).cumsum(0).flip(0) + beyond)[1:]
+    sums = (second.trace() - values.cumsum(0)[:-1]).clamp(min=0)
+    beyond = (sums[-1] - values[-1]).clamp(min=0)
     s = sums / torch.arange(len(second) - 1, len(second) - len(values), -1, device=values.device) + epsilon
     weights = values / damped
     total = weights.sum() + beyond / damped[-1]
