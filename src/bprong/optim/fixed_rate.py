@@ -187,7 +187,7 @@ def _make_(
         kinds.setdefault((factors[p], gradients.groups[p]["momentum"]), []).append(p)
     velocities: dict[Tensor, Tensor] = {}
     for (factor, beta), parameters in kinds.items():
-        steps = [natural[p] for p in parameters]
+        steps = [natural[p].to(p.dtype) for p in parameters]
         if beta:
             directions = steps
             steps = [kept(gradients.states[p], "momentum_buffer", p) for p in parameters]

@@ -312,4 +312,5 @@ def _update_(last: Direction, directions: Mapping[str, Direction], c: Parts) -> 
     torch._foreach_mul_(list(last.values()), c.get("last", 0.0))
     for name in ("whitened", "adam"):
         if part := directions.get(name):
-            torch._foreach_add_([last[p] for p in part], list(part.values()), alpha=c.get(name, 0.0))
+            steps = [d.to(p.dtype) for p, d in part.items()]
+            torch._foreach_add_([last[p] for p in part], steps, alpha=c.get(name, 0.0))
