@@ -183,12 +183,14 @@ def decaying(d, power, seed=0, scale=10.0):
 
 
 def true_error(found, second, epsilon):
-    """‖(Ž+ε)^½ M (Ž+ε)^½ − I‖."""
+    """‖E W^½‖ / ‖W^½‖ with E = (Ž+ε)^½ M (Ž+ε)^½ − I and W = (Ž+ε)^-½ Ž (Ž+ε)^-½."""
     identity = torch.eye(len(second), dtype=f64)
-    values, P = torch.linalg.eigh(second + epsilon * identity)
-    root = (P * values.sqrt()) @ P.T
+    values, P = torch.linalg.eigh(second)
+    values = values.clamp(min=0)
+    root = (P * (values + epsilon).sqrt()) @ P.T
     M = found.right(identity.to(found.B.dtype)).double()
-    return float(torch.linalg.matrix_norm(root @ M @ root - identity, 2))
+    weights = (values / (values + epsilon)).sqrt()
+    return float(((root @ M @ root - identity) @ P * weights).norm() / weights.norm())
 
 
 def rank(found):
@@ -217,6 +219,20 @@ def test_the_stated_error_includes_that_of_rounding(ratio, single):
     assert (found is None) == (single and ratio > 1)
     if found is not None:
         assert true_error(found, second, 0.05) <= found.error <= 0.5
+
+
+def test_the_error_of_a_known_spectrum_is_exact():
+    """Of every rank; but for the slack, which is for spectra that are known in part."""
+    second = decaying(30, 1.5)
+    epsilon = 0.1
+    values, P = (x.flip(-1) for x in torch.linalg.eigh(second))
+    stated, s = module._errors(second, values, torch.zeros(30, 30, dtype=f64), epsilon)
+    for k in range(1, 30):
+        assert float(s[k - 1]) == pytest.approx(epsilon + float(values[k:].mean()), rel=1e-12)
+        B = P[:, :k] * (1 / s[k - 1] - 1 / (values[:k] + epsilon)).sqrt()
+        worst = float((values[k] + epsilon) / s[k - 1]) - 1
+        expected = max(true_error(LowRank(B, float(s[k - 1])), second, epsilon), worst / module.WORST)
+        assert float(stated[k - 1]) == pytest.approx(module.SLACK * expected, rel=1e-9, abs=1e-7)
 
 
 @pytest.mark.parametrize("tolerance", [0.1, 0.3])
@@ -264,12 +280,17 @@ def test_the_previous_factor_is_a_good_start(iterations):
 
 
 def test_a_flat_spectrum_has_no_low_rank_factor():
-    second = torch.eye(300, dtype=f64) + decaying(300, 0.1)
-    assert low_rank(second, 0.01, 0.1, most=100) is None
+    assert low_rank(half(300), 0.01, 0.1, most=100) is None
+
+
+def half(d):
+    """A second moment with half of its eigenvalues one, and half of them zero."""
+    P = torch.linalg.qr(torch.randn(d, d // 2, dtype=f64, generator=torch.Generator().manual_seed(0)))[0]
+    return P @ P.T
 
 
 def test_a_flat_spectrum_is_given_up_after_one_subspace_iteration(iterations):
-    assert low_rank(torch.eye(600, dtype=f64), 0.1, 0.3, most=150) is None
+    assert low_rank(half(600), 0.1, 0.3, most=150) is None
     assert len(iterations) == 1
 
 

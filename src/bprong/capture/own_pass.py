@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -51,6 +51,8 @@ def run_alone(
         yield (head or Head()).find(returned, losses), recorded
 
 
+_GENERATORS = [name for name in vars(checkpoint) if name.startswith("_checkpoint_without_reentrant_generator")]
+
 # Checkpoints, reentrant or not: the function is called once, with nothing around it. In eval mode without gradients
 # attention is one fused function, which shows none of its projections and has no derivatives.
 _AS_WRITTEN = Replacements(
@@ -62,11 +64,7 @@ _AS_WRITTEN = Replacements(
             SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args)),
         ),
         # A generator, which newer versions of torch have under a second name.
-        *(
-            (checkpoint, name, lambda *args, **kwargs: iter([None]))
-            for name in vars(checkpoint)
-            if name.startswith("_checkpoint_without_reentrant_generator")
-        ),
+        *((checkpoint, name, lambda *args, **kwargs: iter([None])) for name in _GENERATORS),
     ]
 )
 
@@ -118,19 +116,26 @@ def _restorers(values: Iterable[Any], visited: set[int]) -> list[Callable[[], ob
     """Return functions that give values, and what they contain, back their present contents."""
     restorers: list[Callable[[], object]] = []
     for value in values:
-        if type(value) in _IMMUTABLE or id(value) in visited or isinstance(value, nn.Parameter):
+        kind: Any = type(value)
+        if kind in _IMMUTABLE or id(value) in visited:
             continue
         visited.add(id(value))
-        is_container = isinstance(value, (dict, list, deque, set, tuple))
-        if is_container and not value:  # as most containers of a module are
-            restorers += [] if isinstance(value, tuple) else [value.clear]
-            continue
-        for kinds, contents_of, restore in _RESTORED:
-            if isinstance(value, kinds):
-                restorers.append(partial(restore, value, contents_of(value)))
-        if is_container:
-            restorers += _restorers(list(value.values() if isinstance(value, dict) else value), visited)
+        is_container, way = _way_of(kind)
+        if is_container and way and not value:  # as most containers of a module are
+            restorers.append(value.clear)
+        elif way and not (issubclass(kind, Tensor) and isinstance(value, nn.Parameter)):
+            contents_of, restore = way
+            restorers.append(partial(restore, value, contents_of(value)))
+        if is_container and value:
+            restorers += _restorers(list(value.values() if issubclass(kind, dict) else value), visited)
     return restorers
+
+
+@cache
+def _way_of(kind: type[Any]) -> tuple[bool, tuple[Callable[[Any], Any], Callable[[Any, Any], object]] | None]:
+    """Return whether values of a type contain others; and what copies and what restores their contents, if any does."""
+    ways = [(contents_of, restore) for kinds, contents_of, restore in _RESTORED if issubclass(kind, kinds)]
+    return issubclass(kind, (dict, list, deque, set, tuple)), ways[0] if ways else None
 
 
 def _refill(container: Any, contents: Any) -> None:

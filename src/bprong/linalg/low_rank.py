@@ -2,15 +2,15 @@
 
     (Ž+εI)⁻¹ ≈ I/s − BBᵀ,   s = ε + σ,  B = P diag((λ−σ)/(λ+ε)/s)^½      P, λ: top k eigenpairs of Ž, σ: the tail's mean
 
-In the metric of Ž+ε itself, in which a step is judged, the leading k directions are exact, and a direction of the tail
-with eigenvalue λ' is off by (λ'−σ)/s: the error of the factor is the largest of these. Nothing of size d³ is computed:
-P comes from subspace iteration, started at the previous P. What P lacks in accuracy adds to the error at most
-‖(ŽP − Pλ)(λ+ε)^-½‖ / √s.
+In the metric of Ž+ε itself, in which a step is judged, the leading k directions are exact, and in a direction of the
+tail with eigenvalue λ' a step is off by (λ'−σ)/s of itself. The error of the factor is the root mean square of this
+over gradients whose covariance is Ž, as that of −log p is:  error² = Σ' λ'/(λ'+ε) ((λ'−σ)/s)² / Σ λ/(λ+ε), with Σ'
+over the tail. Nothing of size d³ is computed: P comes from a subspace iteration that starts at the previous P. What P
+lacks in accuracy is an off-diagonal block of norm ‖(ŽP − Pλ)(λ+ε)^-½‖ / √s, and adds to the error accordingly.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,19 +21,20 @@ from torch import Tensor
 from bprong.linalg.factors import Damping, Factor, eigenpairs
 from bprong.linalg.moments import Blocks, Moments, random_directions
 
-# Low rank pays for wide sides with small ranks. A step through a side of d features, with n rows on the other side,
-# takes 2nd² operations exactly and 4ndk with rank k; products with a narrow factor run at about 0.7 of the speed of
-# square ones (benchmarks/width_cost.py), and a large rank takes longer to find than Cholesky's factor.
-LOW_RANK_FROM = 256  # features
+# Low rank pays for small ranks. A step through a side of d features, with n rows on the other side, takes 2nd²
+# operations exactly and 4ndk with rank k; products with a narrow factor run at about 0.7 of the speed of square ones
+# (benchmarks/width_cost.py), and a large rank takes longer to find than Cholesky's factor. 100 features with rank 16
+# take half the time; narrower sides are stacked.
+LOW_RANK_FROM = 97  # features
 LOW_RANK_SHARE = 0.25  # the largest rank, relative to the features
-LOW_RANK_ERROR = 0.5  # the largest relative difference of a step from the exact one (`LowRank.error`)
+LOW_RANK_ERROR = 0.4  # of a step, relative to the exact one (`LowRank.error`); docs/cost.md has what others cost
+WORST = 4.0  # the largest error of a direction, relative to this
 LONGEST_BACKOFF = 16  # refreshes
 
 OVERSAMPLING = 32  # directions iterated beyond the previous rank
-FIRST_SIZE = 64  # directions iterated at first, without a previous factor to start from
-ROUNDS = 3  # rounds of subspace iteration
-RANK_MULTIPLE = 16  # ranks are multiples of this: products with 96 columns take half the time of those with 95
-UNUSED = 16  # directions iterated beyond the rank at least, so that those kept, and the next eigenvalue, are accurate
+FIRST_SIZE = 48  # directions iterated at first, at least
+RANK_MULTIPLE = 8  # ranks are multiples of this, which products are faster with
+HOPELESS = 3.0  # times the tolerance: an error above which more directions are not tried
 SLACK = 1.25  # factor on the error of the tail, whose largest eigenvalue is approached from below
 
 
@@ -60,8 +61,8 @@ class LowRank(Factor):
 
     B:      (d, k)
     s:      ε + σ, σ the mean of the other eigenvalues
-    error:  ‖(Ž+ε)^½ M (Ž+ε)^½ − I‖ of this M: an upper bound on the relative difference between a step through M and
-            the exact step, in the metric of Ž+ε
+    error:  an upper bound on the relative difference between steps through this M and exact steps, in the metric of
+            Ž+ε: ‖E W^½‖ / ‖W^½‖ with E = (Ž+ε)^½ M (Ž+ε)^½ − I, W = (Ž+ε)^-½ Ž (Ž+ε)^-½
     """
 
     kind = 2
@@ -134,34 +135,30 @@ def low_rank(
         return None
     largest = min(len(second), most + OVERSAMPLING)
     vectors = second[:, :0] if start is None else start.to(second)
-    size = FIRST_SIZE if start is None else start.shape[1] + OVERSAMPLING
+    size = max(FIRST_SIZE, vectors.shape[1] + OVERSAMPLING)
     while True:
         size = min(size, largest)
-        added = random_directions(len(second), size - vectors.shape[1], second)
+        added = second @ random_directions(len(second), size - vectors.shape[1], second)
         values, vectors, residuals = _leading(second, torch.cat([vectors, added], dim=1))
-        factor = _truncated(second, values, vectors, residuals, epsilon, tolerance, most)
-        if factor.error <= tolerance:
-            return factor
-        tail = _expected_tail(values, most)
-        if size == largest or tail / (tail + epsilon) > tolerance:
+        errors, shifts = _errors(second, values, residuals, epsilon)
+        stated = errors.tolist()
+        limit = min(most, len(stated))
+        ranks = [*range(RANK_MULTIPLE, limit, RANK_MULTIPLE), limit]
+        # The least rank whose error is within the tolerance or, if there is none, the one with the least error.
+        k = min(ranks, key=lambda rank: max(stated[rank - 1], tolerance))
+        error = stated[k - 1]
+        if error <= tolerance:
+            s = float(shifts[k - 1])
+            weights = (1 / s - 1 / (values[:k] + epsilon)).clamp(min=0)
+            return LowRank(vectors[:, :k] * weights.sqrt(), s, error)
+        if size == largest or error > HOPELESS * tolerance:
             return None
-        size *= 2
-
-
-def _expected_tail(values: Tensor, rank: int) -> float:
-    """The eigenvalue at this rank if the spectrum falls on until there as its last half does.
-
-    Most spectra flatten out, so that this is a lower bound.
-    """
-    half = len(values) // 2
-    middle, last = values[[half, -1]].clamp(min=1e-30).tolist()
-    return float(last * (last / middle) ** ((rank - len(values)) / (len(values) - half)))
+        size += size // 2
 
 
 def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ritz values λ, largest first, vectors P and residuals ŽP − Pλ after some rounds of subspace iteration."""
-    for _ in range(ROUNDS):
-        basis = torch.linalg.qr(second @ basis)[0]
+    """Ritz values λ, largest first, vectors P and residuals ŽP − Pλ after a round of subspace iteration."""
+    basis = torch.linalg.qr(second @ basis)[0]
     product = second @ basis
     ascending, rotation = eigenpairs(basis.T @ product)
     values = ascending.flip(0)
@@ -171,27 +168,27 @@ def _leading(second: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, vectors, residuals.addcmul_(vectors, values, value=-1)
 
 
-def _truncated(
-    second: Tensor, values: Tensor, vectors: Tensor, residuals: Tensor, epsilon: float, tolerance: float, most: int
-) -> LowRank:
-    """The factor of the least rank, a multiple of RANK_MULTIPLE, whose error is within the tolerance.
+def _errors(second: Tensor, values: Tensor, residuals: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The error of each rank k = 1, 2, …, m − 1, and its s.
 
-    Its rank is chosen by the error that the tail can make, of whose eigenvalues the mean and the largest are known; it
-    is the largest rank allowed if none is enough. The factor states this error, what the residuals add to it, and what
-    rounding adds, which is in proportion to the largest eigenvalue.
+    values, residuals:
+        (m,) and (d, m), of the leading directions
+
+    The error has three parts. That of the tail: of eigenvalues beyond the m known ones only the sum is known, and that
+    they are smaller, which bounds what they add. That of the residuals, with the next direction's, since the tail's
+    largest eigenvalue is known to within it. And rounding, in proportion to the largest eigenvalue.
     """
-    ranks = torch.arange(1, len(values), device=values.device)
-    means = ((second.trace() - values.cumsum(0)[:-1]) / (len(second) - ranks)).clamp(min=0)
-    errors = torch.maximum(means, values[1:] - means) / (means + epsilon)
-    too_low = int((errors > tolerance / SLACK).cumprod(0).sum())
-    accurate = len(ranks) if len(values) == len(second) else len(values) - UNUSED
-    k = min(math.ceil((too_low + 1) / RANK_MULTIPLE) * RANK_MULTIPLE, accurate, most)
-    sigma = float(means[k - 1])
-    s = epsilon + sigma
-    weights = ((values[:k] - sigma) / (values[:k] + epsilon) / s).clamp(min=0)
-    # The residual of the next direction too: the tail's largest eigenvalue is known to within it.
-    scaled = residuals[:, : k + 1] / (values[: k + 1].clamp(min=0) + epsilon).sqrt() / s**0.5
-    inaccuracy = torch.linalg.matrix_norm(scaled.T @ scaled, 2).sqrt()  # ‖scaled‖ of a (k + 1)² matrix, not of d · k
-    rounding = torch.finfo(values.dtype).eps * float(values[0]) / s
-    error = float(errors[k - 1])
-    return LowRank(vectors[:, :k] * weights.sqrt(), s, max(SLACK * error, error + float(inaccuracy)) + rounding)
+    values = values.clamp(min=1e-30)
+    damped = values + epsilon
+    sums = (second.trace() - values.cumsum(0)[:-1]).clamp(min=0)
+    beyond = (sums[-1] - values[-1]).clamp(min=0)
+    s = sums / torch.arange(len(second) - 1, len(second) - len(values), -1, device=values.device) + epsilon
+    weights = values / damped
+    total = weights.sum() + beyond / damped[-1]
+    offsets = (damped / s.unsqueeze(1) - 1).square()
+    added = beyond * torch.maximum((epsilon / s - 1).square() / epsilon, offsets[:, -1] / damped[-1])
+    tail = ((offsets.triu(1) @ weights + added) / total).sqrt()
+    worst = damped[1:] / s - 1
+    scaled = (residuals.square().sum(0) / damped).cumsum(0)[1:]
+    rounding = torch.finfo(values.dtype).eps * values[0] / s
+    return SLACK * torch.maximum(tail, worst / WORST) + (2 * scaled / s / total).sqrt() + rounding, s

@@ -36,7 +36,7 @@ class Options:
     power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
                       (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
     fallback_betas    Adam's β₁ and β₂ for parameters that are not whitened
-    solver            "exact" factors; "low-rank" ones, whose step differs from the exact one by at most half of it in
+    solver            "exact" factors; "low-rank" ones, whose steps differ from exact ones by at most 0.4 of these in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks
     output            what the loss is computed from, if the model returns more than one tensor: a key or attribute, or

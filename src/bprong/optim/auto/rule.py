@@ -74,7 +74,7 @@ class AutoSettings:
     """
 
     evaluate_every: int = 10
-    evaluate_share: float = 0.1
+    evaluate_share: float = 0.05
     evaluated_part: float = 0.25
     evaluated_least: int = 64
     early_refreshes: tuple[int, ...] = (2, 6)

@@ -319,5 +319,6 @@ def _update_(last: Direction, directions: Mapping[str, Direction], c: Parts) -> 
     """Δ₀ ← αΔ + βΔ_Adam + μΔ₀."""
     torch._foreach_mul_(list(last.values()), c.get("last", 0.0))
     for name in ("whitened", "adam"):
-        for p, d in directions.get(name, {}).items():
-            last[p].add_(d.to(p.dtype), alpha=c.get(name, 0.0))
+        if part := directions.get(name):
+            steps = [d.to(p.dtype) for p, d in part.items()]
+            torch._foreach_add_([last[p] for p in part], steps, alpha=c.get(name, 0.0))
