@@ -47,19 +47,20 @@ class RaceSettings:
     plain      and the relative difference of the losses that it takes too
     part       the last part of a race that is compared,
     fewest     and its least number of batches
-    certainty  standard errors by which the rival must win a later race; the first takes the better one
+    certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
+               them networks that want spectral steps at the end of training find these too late
     alike      the sine of the angle up to which two gradients are alike
     full       the multiplier of learning rates from which on a race may begin: not in a warm-up or at the end of a run
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
     """
 
-    starts: tuple[int, ...] = (0, 50, 150)
+    starts: tuple[int, ...] = (0, 40, 100, 200)
     length: int = 40
-    looks: Mapping[int, float] = field(default_factory=lambda: {20: 3.0, 30: 3.0})
+    looks: Mapping[int, float] = field(default_factory=lambda: {15: 6.0, 20: 3.0, 30: 3.0})
     plain: float = 0.2
     part: float = 1 / 3
     fewest: int = 5
-    certainty: float = 2.0
+    certainty: float = 1.0
     alike: float = 0.1
     full: float = 0.9
     largest: int = 200_000_000
