@@ -105,7 +105,7 @@ class Recorder:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
         """When the model is called in training: return what is recorded of it; None: nothing."""
-        weights = list(self.meter.request().weights) if self.measures and self.meter is not None else []
+        weights = self.meter.request().weights if self.measures and self.meter is not None else ()
         if not (weights or self.reads):
             return None
         watch(id(self), partial(_tell, weakref.WeakMethod(self.note_loss)))
@@ -180,7 +180,7 @@ class Recorder:
         if tape not in self.reached:
             self.reached.append(tape)
             tape.gradient = 0
-            tape.tasks = []
+            tape.tasks.clear()
         if task not in tape.tasks:
             tape.tasks.append(task)
             if accumulates and self.reads:
@@ -329,8 +329,7 @@ class GradientScale:
         queues comes after it.
         """
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        note = partial(self.note, list(parameters))
-        queue(note if Ranks().size == 1 else partial(queue, note))
+        queue(partial(queue, partial(self.note, list(parameters))))
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Note the norms of the gradients as they are now."""

@@ -175,10 +175,8 @@ class Ranks:
         """
         slices = {}
         for p, value in values.items():
-            whole = owned.get(p)
-            if whole is None:
-                whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
-            whole = self.received(whole, self.parameters[p])
+            empty = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
+            whole = self.received(owned.get(p, empty), self.parameters[p])
             of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
             slices[p] = of_all.redistribute(placements=value.placements)
         return slices
