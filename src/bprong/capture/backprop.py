@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -76,10 +77,10 @@ class Graph:
 
     def __init__(self, output: Output, recorded: Calls) -> None:
         self.output = output
-        by_node: dict[Any, list[Call]] = {}
+        by_node: dict[Any, list[Call]] = defaultdict(list)
         for call in recorded:
             if call.edge is not None:
-                by_node.setdefault(call.edge.node, []).append(call)
+                by_node[call.edge.node].append(call)
         visited: set[Any] = set()
         leads: set[Any] = set()  # nodes that lead to a call
         stack = [] if output.edge is None else [(output.edge.node, False)]

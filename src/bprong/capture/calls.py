@@ -144,7 +144,6 @@ class Calls(list[Call]):
         self.masks: list[Tensor] = []
         self.retained: list[weakref.ref[Tensor]] = []
         self.opaque = False
-        self.thread = threading.get_ident()
         self._measuring = threading.Event()  # which hooks may hold on to, as they may not to these calls
 
     def note_masks(self, arguments: Any) -> None:
@@ -215,7 +214,14 @@ class Calls(list[Call]):
         self.note_masks(details.get("ignored"))
 
 
-_ACTIVE: dict[int, Calls] = {}  # the contexts that the stand-ins serve, by their ids
+class _Active(threading.local):
+    """The contexts of a thread that the stand-ins serve, by their ids."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[int, Calls] = {}
+
+
+_ACTIVE = _Active()
 
 
 @contextmanager
@@ -239,8 +245,8 @@ def recorded_calls(weights: Iterable[WeightMatrix], formulas: bool = True) -> It
             else:
                 hook = partial(_record_module, calls, weight)
                 stack.callback(weight.module.register_forward_hook(hook, with_kwargs=True).remove)
-        _ACTIVE[id(calls)] = calls
-        stack.callback(_ACTIVE.pop, id(calls))
+        _ACTIVE.contexts[id(calls)] = calls
+        stack.callback(_ACTIVE.contexts.pop, id(calls))
         stack.enter_context(_ACTIVE_STAND_INS.active())
         yield calls
 
@@ -256,8 +262,7 @@ def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 def _active() -> list[Calls]:
     """Return the contexts of this thread; none while torch.compile traces."""
-    contexts = [] if torch.compiler.is_compiling() else list(_ACTIVE.values())
-    return [calls for calls in contexts if calls.thread == threading.get_ident()]
+    return [] if torch.compiler.is_compiling() else list(_ACTIVE.contexts.values())
 
 
 def _argument(weight: WeightMatrix) -> Tensor:

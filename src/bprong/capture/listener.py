@@ -29,7 +29,19 @@ if TYPE_CHECKING:
 
 # What our own code runs in --------------------------------------------------------------------------------------------
 
-_THREAD = threading.local()  # `passes`: how many passes of our own are running in this thread
+
+class _Thread(threading.local):
+    """What runs in a thread.
+
+    passes: how many passes of our own
+    tape:   what is recorded of the call that is running; None: none is, as far as calls are recorded
+    """
+
+    passes = 0
+    tape: Tape | None = None
+
+
+_THREAD = _Thread()
 _ONE_AT_A_TIME = threading.RLock()  # random number generators and forward-mode AD belong to the process
 _INTERRUPT = SimpleNamespace(handler=None, is_pending=False)
 
@@ -73,14 +85,14 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 def is_own_pass() -> bool:
     """Return whether the call of a model that is running is one of ours, which is not training."""
-    return getattr(_THREAD, "passes", 0) > 0
+    return _THREAD.passes > 0
 
 
 @contextmanager
 def own_pass() -> Iterator[None]:
     """Mark what is run as a pass of our own."""
     with _ONE_AT_A_TIME:
-        _THREAD.passes = getattr(_THREAD, "passes", 0) + 1
+        _THREAD.passes += 1
         try:
             yield
         finally:
@@ -99,11 +111,12 @@ class Listener:
     copies and pickles leave it out. Calls in compiled code are not seen.
 
     wanted:  whether calls are reported
+    thread:  has what is recorded in each thread
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.wanted = False
-        self._thread = threading.local()  # `tape`: what is recorded of the call that is running in this thread
+        self.thread = _Thread()
         self._compiled_call_impl: Any = None  # what was there before
         self._recorder = weakref.ref(recorder)
         self._model = weakref.ref(recorder.model)
@@ -120,61 +133,58 @@ class Listener:
             self._compiled_call_impl = getattr(model, CALL)
             vars(model)[CALL] = self.call
             return
-        place: Any = model
-        while place is not None and getattr(place, CALL) != self.call:
-            listener = getattr(getattr(place, CALL), "__self__", None)  # that of another optimizer
-            place = listener if isinstance(listener, Listener) else None
-        if place is not None:
-            vars(place)[CALL] = self._compiled_call_impl
+        for place in _places(model):
+            if getattr(place, CALL) == self.call:
+                vars(place)[CALL] = self._compiled_call_impl
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and end what was begun however the call ends."""
         model: Any = self._model()
         proceed = self._compiled_call_impl or model._call_impl
-        if torch.compiler.is_compiling() or self.innermost is not None:  # a model that calls itself is called once
+        if torch.compiler.is_compiling() or self.thread.tape is not None:  # a model that calls itself is called once
             return proceed(*args, **kwargs)
-        tape = None
         try:
             with uninterrupted():
-                tape = self._begin(model, args, kwargs)
+                self._begin(model, args, kwargs)
             returned = proceed(*args, **kwargs)
             with uninterrupted():
-                self._finish(tape, returned)
+                self._finish(returned)
             return returned
         except BaseException:
-            self._finish(tape, None)
+            self._finish(None)
             raise
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
-        """Return what is recorded of a call; None: nothing."""
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin to record a call, if it is one of training."""
         recorder = self._recorder()
         is_training = model.training and torch.is_grad_enabled() and not is_own_pass()
         is_traced = torch._C._get_tracing_state() is not None
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if recorder is not None and is_training and not is_traced and not is_transformed:
-            self._thread.tape = recorder.begin(args, kwargs)
-        return self.innermost
+            self.thread.tape = recorder.begin(args, kwargs)
 
-    @property
-    def innermost(self) -> Tape | None:
-        """What is recorded of the call that is running in this thread; None: none is, as far as calls are recorded."""
-        return getattr(self._thread, "tape", None)
-
-    def _finish(self, tape: Tape | None, returned: Any) -> None:
+    def _finish(self, returned: Any) -> None:
         """End the recording of a call, once; returned: None if it has raised an error."""
         recorder = self._recorder()
-        if tape is not None and tape is self.innermost:
-            self._thread.tape = None
-            if recorder is not None:
-                recorder.finish(tape, returned)
+        tape = self.thread.tape
+        self.thread.tape = None
+        if tape is not None and recorder is not None:
+            recorder.finish(tape, returned)
+
+
+def _places(model: nn.Module) -> Iterator[Any]:
+    """Yield a model and the listeners to its calls: each stands where the one before it keeps its call."""
+    place: Any = model
+    while place is not None:
+        yield place
+        listener = getattr(getattr(place, CALL), "__self__", None)
+        place = listener if isinstance(listener, Listener) else None
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has compiled a module, in place or not."""
-    call = getattr(module, CALL)
-    while isinstance(getattr(call, "__self__", None), Listener):
-        call = getattr(call.__self__, CALL)
-    return call is not None or hasattr(module, "_orig_mod")
+    *_, last = _places(module)
+    return getattr(last, CALL) is not None or hasattr(module, "_orig_mod")
 
 
 # Hooks of the user's that change what a module computes belong to it; others must not be called by us.
@@ -198,13 +208,13 @@ def noted_hooks(model: nn.Module) -> Iterator[None]:
     replaced = []
     for hooks, key, hook, source in hooks_of(model):
         if not source.startswith(("torch.", "bprong.")):
-            replaced.append((hooks, key, hook, partial(_noted, key, hook)))
-            hooks[key] = replaced[-1][-1]
+            replaced.append((hooks, key, hook))
+            hooks[key] = partial(_noted, key, hook)
     try:
         yield
     finally:
-        for hooks, key, hook, noted in replaced:
-            if hooks.get(key) is noted:
+        for hooks, key, hook in replaced:
+            if key in hooks:
                 hooks[key] = hook
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bprong.capture.backprop import Graph, normal, of_targets, roots_of
 from bprong.capture.calls import Call, Calls, recorded_calls
 from bprong.capture.listener import own_pass, without_autocast
-from bprong.capture.own_pass import in_precision, random_numbers, run_alone
+from bprong.capture.own_pass import WHOLE, random_numbers, rows_of, run_alone
 from bprong.capture.padding import counted_rows, nonzero_rows
 from bprong.capture.request import LayerMoments, Request
 from bprong.capture.tape import Batch, Head, Output
@@ -172,7 +172,7 @@ class Meter:
                     weights[weight.of(parameters)] = centre
             again: Mapping[str, LayerMoments] = {}
             if batch.x is not None and weights:
-                x = in_precision(batch.x, next(iter(weights)).weight.dtype)
+                x = rows_of(batch.x, WHOLE, next(iter(weights)).weight.dtype)
                 request_again = replace(request, weights=weights, seed=self._seed(request, i))
                 with torch.enable_grad():
                     again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)

@@ -196,8 +196,7 @@ class Subset:
         """`count` of the examples; all, if outputs or targets do not have equally many rows for each example."""
         subset = cls(count, examples(batch.x))
         rows = [t for t in tree_leaves(batch.x) if isinstance(t, Tensor) and t.layout is not torch.strided]
-        rows += [] if batch.output is None else [batch.output]
-        rows += [] if batch.targets is None else [batch.targets.y]
+        rows += [t for t in (batch.output, batch.y) if t is not None]
         return subset if all(map(subset.divides, rows)) else cls(subset.whole, subset.whole)
 
     @property
@@ -217,30 +216,26 @@ class Subset:
         return tensor.reshape(self.whole, len(tensor) // self.whole, *tensor.shape[1:])[chosen].flatten(0, 1)
 
 
+WHOLE = Subset(1, 1)  # of any batch
+
+
 def examples(x: Any) -> int:
     """The number of examples of a batch: the length of its first tensor."""
     return next((len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0), 1)
 
 
-def in_precision(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch in which low precision is converted to `dtype`.
+def rows_of(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
+    """Return a subset of the examples of a batch, in which low precision is converted to `dtype`.
 
-    Inputs in half precision come from autocast, which is off when a batch is measured. The graph of inputs that were
-    computed from parameters, e.g. of the state of a recurrent network, may be gone, and is left out.
+    Tensors of another length are not examples and stay whole. Inputs in half precision come from autocast, which is off
+    when a batch is measured. The graph of inputs that were computed from parameters, e.g. of the state of a recurrent
+    network, may be gone, and is left out.
     """
 
-    def convert(leaf: Tensor) -> Tensor:
-        values = leaf.detach()
-        values = values.to(dtype) if leaf.dtype in (torch.bfloat16, torch.float16) else values
-        return values.requires_grad_(leaf.requires_grad)
-
-    return tree_map_only(Tensor, convert, batch)
-
-
-def rows_of(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
-    """Return a subset of the examples of a batch; tensors of another length are not examples and stay whole."""
-
     def select(leaf: Tensor) -> Tensor:
-        return subset.rows(leaf) if subset.divides(leaf) and len(leaf) == subset.whole else leaf
+        is_of_examples = subset.divides(leaf) and len(leaf) == subset.whole
+        rows = (subset.rows(leaf) if is_of_examples else leaf).detach()
+        rows = rows.to(dtype) if leaf.dtype in (torch.bfloat16, torch.float16) else rows
+        return rows.requires_grad_(leaf.requires_grad)
 
-    return tree_map_only(Tensor, select, in_precision(batch, dtype))
+    return tree_map_only(Tensor, select, batch)

@@ -27,7 +27,7 @@ from bprong.capture.calls import recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
 from bprong.capture.observed import NO_BATCH, unseen_loss, with_observed
-from bprong.capture.tape import Batch, Head, Tape, nodes_behind, place_of
+from bprong.capture.tape import Batch, Head, Tape, nodes_behind
 from bprong.errors import warn
 from bprong.likelihood.loss import Loss, LossCall
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
@@ -105,7 +105,7 @@ class Recorder:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
         """When the model is called in training: return what is recorded of it; None: nothing."""
-        weights = list(self.meter.request().weights) if self.measures and self.meter is not None else []
+        weights = self.meter.request().weights if self.measures and self.meter is not None else ()
         if not (weights or self.reads):
             return None
         watch(id(self), partial(_tell, weakref.WeakMethod(self.note_loss)))
@@ -152,7 +152,7 @@ class Recorder:
         """When a loss function was called: it belongs to the calls of the model that its input depends on."""
         if isinstance(self.loss.given, nn.Module):
             call.is_declared = _is_running(self.loss.given, sys._getframe())
-        tape = self.listener.innermost
+        tape = self.listener.thread.tape
         if tape is None:
             _attach(call, id(self))
         else:  # its output is not known yet
@@ -180,7 +180,7 @@ class Recorder:
         if tape not in self.reached:
             self.reached.append(tape)
             tape.gradient = 0
-            tape.tasks = []
+            tape.tasks.clear()
         if task not in tape.tasks:
             tape.tasks.append(task)
             if accumulates and self.reads:
@@ -265,7 +265,7 @@ def _attach(call: LossCall, key: int) -> None:
     for node in nodes_behind(call.input, lambda node: key in node.metadata):
         tape = node.metadata[key]()
         if tape is not None:
-            call.is_whole = tape.place == place_of(call.input)
+            call.is_whole = call.input.grad_fn is node and call.input.output_nr == tape.number
             tape.losses.append(call)
     call.input = call.input.detach()
 
@@ -329,8 +329,7 @@ class GradientScale:
         queues comes after it.
         """
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        note = partial(self.note, list(parameters))
-        queue(note if Ranks().size == 1 else partial(queue, note))
+        queue(partial(queue, partial(self.note, list(parameters))))
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Note the norms of the gradients as they are now."""

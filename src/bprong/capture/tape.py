@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bprong.capture.listener import noted_hooks
@@ -85,7 +84,7 @@ class Head:
         for call in losses:
             is_computed = call.input.requires_grad or not torch.is_grad_enabled()
             if call.function in self.functions and call.input.ndim > 0 and is_computed:
-                inputs[place_of(call.input)] = call.input
+                inputs[call.input.data_ptr(), call.input.numel()] = call.input
         largest = max(map(Tensor.numel, inputs.values()), default=0)
         return [tensor for tensor in inputs.values() if tensor.numel() == largest]
 
@@ -170,15 +169,6 @@ def nodes_behind(value: Tensor, wanted: Callable[[Any], bool]) -> list[Any]:
     return matches
 
 
-def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor is, how often it was written to, and its layout; its shape only if not contiguous."""
-    layout = (tensor.numel(),) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-    plain = as_plain(tensor.detach())
-    # While there is a weak reference to a storage, no other one has its number.
-    storage = StorageWeakRef(plain.untyped_storage())  # type: ignore[no-untyped-call]
-    return (storage, plain.storage_offset(), tensor._version, *layout)
-
-
 # What the model was called with ---------------------------------------------------------------------------------------
 
 
@@ -244,7 +234,6 @@ class Tape:
     output:     a copy of it; None: there is none yet, or a step has used it
     number:     which of the results of its operation it is
     retained:   tensors whose gradients the user may have asked to be retained
-    place:      address, shape and strides of the output
     losses:     the calls of loss functions that were given the output
     gradient:   at the output, summed over the backward passes that reached it; 0: none has
     measured:   the moments of its layers
@@ -259,7 +248,6 @@ class Tape:
     output: Tensor | None = None
     number: int = 0
     retained: Sequence[weakref.ref[Tensor]] = ()
-    place: tuple[Any, ...] = ()
     losses: list[LossCall] = field(default_factory=list)
     gradient: Any = 0
     measured: Mapping[str, LayerMoments] | None = None
@@ -277,7 +265,6 @@ class Tape:
         """Note the output of the call, where a backward pass is to arrive; returned: by the model."""
         self.output = copy_of_output(output)
         self.number = output.output_nr
-        self.place = place_of(output)
         if self.calls is not None:
             tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
             self.retained = [*self.calls.retained, *map(weakref.ref, tensors)]
@@ -285,8 +272,7 @@ class Tape:
     def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
         batch = Batch(self.arguments, measured=self.measured)
-        if self.output is None:
-            return batch
+        assert self.output is not None
         arrived = [call for call in self.losses if call.count(self.tasks)]
         declared = [call for call in arrived if call.is_declared]
         losses = declared or [call for call in arrived if call.function in loss.functions]

@@ -91,9 +91,9 @@ class Likelihood(ABC):
 
         One target y is drawn per row. With g = ∇(−log p(y)), g gᵀ v is F v on average.
         """
-        if type(self).roots is not Likelihood.roots:
-            return times_roots(self.roots(output), V, self.targets(output))
-        return times_roots(self.gradients(output, self.sample(output)), V, self.targets(output))
+        has_roots = type(self).roots is not Likelihood.roots
+        roots = self.roots(output) if has_roots else self.gradients(output, self.sample(output))
+        return times_roots(roots, V, self.targets(output))
 
     def gradients(self, output: Tensor, y: Tensor) -> Sequence[Tensor]:
         """The gradient of the summed −log p of targets, at the output."""

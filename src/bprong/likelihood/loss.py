@@ -242,7 +242,7 @@ class LossCall:
     def count(self, tasks: Container[int]) -> bool:
         """Sum the gradients of these backward passes; return whether there is any."""
         gradients = [gradient for task, gradient in self.gradients.items() if task in tasks]
-        self.gradient = sum(gradients[1:], gradients[0]) if gradients else None
+        self.gradient = cast(Tensor, sum(gradients)) if gradients else None
         return bool(gradients)
 
 
@@ -256,15 +256,13 @@ def loss_of_call(likelihood: Likelihood, call: LossCall, output: Tensor) -> Loss
     return Loss(f"F.{call.function}", own_index, call.kind, options)
 
 
-def targets_of(
-    likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Tensor | None
-) -> Targets | None:
+def targets_of(likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor, gradient: Tensor) -> Targets | None:
     """The targets of some calls of a loss; None: these were given something other than the output.
 
     Each call that was given all of the output is a term. Without any, calls that were given parts of it are one term.
 
     output:    with classes in its last dimension
-    gradient:  what the user's backward pass left there; None: not known
+    gradient:  what the user's backward pass left there
     """
     whole = {}
     for call in calls:
@@ -280,7 +278,7 @@ def targets_of(
         mask = reduce(_union, [_mask(term, call, output) for term, call in zip(terms, calls, strict=True)])
     else:
         inputs = [classes_last(likelihood, call.input) for call in calls]
-        rows = None if gradient is None else rows_of_parts(likelihood, inputs, targets, output, gradient)
+        rows = rows_of_parts(likelihood, inputs, targets, output, gradient)
         if rows is None:
             return None
         y, mask = rows

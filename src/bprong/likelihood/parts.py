@@ -49,5 +49,6 @@ def rows_of_parts(
 
 
 def is_equal(given: Tensor, output: Tensor) -> bool:
-    """Whether the values are the same, in the lower precision of both."""
-    return torch.equal(given.detach().to(output.dtype), output.to(given.dtype).to(output.dtype))
+    """Whether the values are the same, in the lower precision of both; those that are not a number are."""
+    values = output.to(given.dtype).to(output.dtype)
+    return torch.allclose(given.detach().to(output.dtype), values, rtol=0, atol=0, equal_nan=True)

@@ -154,7 +154,7 @@ class Ranks:
     def received(self, values: Tensor, owner: int) -> Tensor:
         """Return the owner's values; those of other ranks are overwritten where they can be sent from."""
         sent = self._to_send(values)
-        self._run(dist.broadcast, sent, self._global(owner))
+        self._run(dist.broadcast, sent, group_src=owner)
         return sent.to(values.device)
 
     # Slices of the parameters of a sharded model ----------------------------------------------------------------------
@@ -163,13 +163,9 @@ class Ranks:
         """Return the values of the parameters that this rank owns, whole, from the slices of all ranks."""
         owned = {}
         for p, value in values.items():
-            part = value.to_local()
-            longest = -(-len(value) // self.size)  # the last slices may be shorter, or empty
-            padded = part.new_empty(longest, *part.shape[1:])
-            padded[: len(part)] = part
-            parts = self.gathered(padded)
+            whole = value.full_tensor()
             if self.parameters[p] == self.rank:
-                owned[p] = parts.flatten(0, 1)[: len(value)]
+                owned[p] = whole
         return owned
 
     def distributed(self, owned: Mapping[Tensor, Tensor], values: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
@@ -179,10 +175,8 @@ class Ranks:
         """
         slices = {}
         for p, value in values.items():
-            whole = owned.get(p)
-            if whole is None:
-                whole = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
-            whole = self.received(whole, self.parameters[p])
+            empty = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
+            whole = self.received(owned.get(p, empty), self.parameters[p])
             of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
             slices[p] = of_all.redistribute(placements=value.placements)
         return slices
@@ -191,14 +185,10 @@ class Ranks:
         """Return a tensor as it can be sent: itself, or a copy of it."""
         return values.to("cuda" if dist.get_backend(self._group) == "nccl" else "cpu").contiguous()
 
-    def _global(self, rank: int) -> int:
-        """Return the number that a process of this group has among all processes."""
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
-    def _run(self, collective: Callable[..., Any], *arguments: Any) -> None:
+    def _run(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Run a collective operation; raise a RuntimeError that explains it if that fails."""
         try:
-            collective(*arguments, group=self._group)
+            collective(*arguments, group=self._group, **options)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} could not exchange statistics: another process has ended, or has not "
