@@ -113,7 +113,7 @@ def test_a_forward_pass_before_the_step_changes_nothing(found_slowly):
 @pytest.mark.filterwarnings("ignore:layer 'read' follows the fallback rule:bprong.WhiteningWarning")
 @pytest.mark.rest
 def test_other_models_take_the_path_of_one_process(found_slowly, name, kind):
-    case = cases.Case(model=kind, arguments={"options": cases.EXACT}, steps=6)
+    case = cases.Case(model=kind, arguments={"options": cases.EXACT, "step": "natural"}, steps=6)
     assert_close(found_slowly["other_models"][0][name], alone(case), 1e-9)
 
 
