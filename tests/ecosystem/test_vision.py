@@ -54,7 +54,7 @@ def test_low_rank_inverses_of_convolutions() -> None:
         model = timm.create_model("test_resnet", num_classes=CLASSES)
         before = snapshot(model)
         options = {"fisher": "exact", "average": 0.0, "solver": solver}
-        optimizer = bprong.BPRONG(model, "cross_entropy", lr=1e-3, options=options)
+        optimizer = bprong.BPRONG(model, "cross_entropy", lr=1e-2, options=options)
         train(model, optimizer, [images()], loss_of)
         moved.append(updates(model, before))
     assert_close(moved[1], moved[0], 0.1)

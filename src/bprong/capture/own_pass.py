@@ -239,3 +239,13 @@ def rows_of(batch: Any, subset: Subset, dtype: torch.dtype) -> Any:
         return rows.requires_grad_(leaf.requires_grad)
 
     return tree_map_only(Tensor, select, batch)
+
+
+@torch.no_grad()
+def set_tangent_(parameter: Tensor, tangent: Tensor) -> None:
+    """Make a parameter dual in place, until the dual level ends.
+
+    This is torch's make_dual, which would compile decompositions of rare functions first. That takes as long as
+    hundreds of steps of a small network; models with one of these functions use finite differences.
+    """
+    parameter.copy_(torch._VF._make_dual(parameter.detach(), tangent.to(parameter), level=0))

@@ -182,7 +182,7 @@ def test_uncovered_parameters_that_are_added_move_from_the_next_evaluation_on(t)
     """They follow Adam's direction, which had no coefficient before. Step 5 is evaluated, then 20 and 30."""
     model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
     model[1].requires_grad_(False)
-    optimizer = auto(model)
+    optimizer = auto(model, step="natural")
     moved = []
     for step, batch in enumerate(batches(*DATA, 20, 35)):
         if step == t:

@@ -10,21 +10,19 @@ of the modules are afterwards what they were before. Everything is per target an
 
 from __future__ import annotations
 
-import importlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.autograd.forward_ad import dual_level, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bprong.capture.listener import own_pass, without_autocast
-from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, run_alone
+from bprong.capture.own_pass import Subset, examples, random_numbers, rows_of, run_alone, set_tangent_
 from bprong.capture.tape import Batch, Head, laid_out
 from bprong.errors import WhiteningError, warn
 from bprong.likelihood.families import Likelihood
@@ -300,11 +298,9 @@ def _dual(run: Run, direction: Direction) -> tuple[Tensor, Tensor]:
     The parameters themselves become dual, in place, instead of being replaced: whatever refers to them (tied layers,
     the list in nn.LSTM) then sees the tangents. Leaving the level removes the tangents again.
     """
-    _import_decompositions()
     with own_pass(), dual_level():
-        with torch.no_grad():
-            for parameter, d in direction.items():
-                parameter.copy_(make_dual(parameter.detach(), d.to(parameter)))  # type: ignore[no-untyped-call]
+        for parameter, d in direction.items():
+            set_tangent_(parameter, d)
         output, tangent = unpack_dual(run())  # type: ignore[no-untyped-call]
         return output.clone(), torch.zeros_like(output) if tangent is None else tangent.clone()
 
@@ -324,12 +320,3 @@ def _difference(run: Run, direction: Direction) -> Tensor:
     finally:
         torch._foreach_copy_(list(before), list(before.values()))
     return (outputs[0] - outputs[1]).div(2 * h)
-
-
-@cache
-def _import_decompositions() -> None:
-    """Imports torch's jvp decompositions once, silencing the warnings of deprecation that torch raises at itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15
-        importlib.import_module("torch._decomp.decompositions_for_jvp")
