@@ -11,7 +11,6 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.moments import Limits
-from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
@@ -207,14 +206,6 @@ def test_a_model_without_whitened_layers_is_refused():
         bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy")
 
 
-def test_continuous_whitening_is_refused_in_several_processes(monkeypatch):
-    x, _ = classification(20, 5, 3)
-    _, _, rewhitening = whitened(5, 3, rate=0.05)
-    monkeypatch.setattr(Ranks, "size", 2)
-    with pytest.raises(ValueError, match="works in one process only"):
-        rewhitening.step(x)
-
-
 # State ----------------------------------------------------------------------------------------------------------------
 
 
@@ -301,8 +292,5 @@ def test_everything_is_on_the_device_of_the_parameters():
         for solver in ("eigh", "cholesky", "symmetric"):
             rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", solver=solver, average=0.5, **NOW)
             train(model, optimizer, rewhitening, x, y, 2)
-        continuous = bprong.Rewhitening(model, optimizer, "cross_entropy", rate=0.05, **NOW)
-        train(model, optimizer, continuous, x, y, 3)
-        continuous.load_state_dict(continuous.state_dict())
         model.load_state_dict(bprong.whiten_(bprong.fold(model)).state_dict())
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
