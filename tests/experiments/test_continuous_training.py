@@ -176,8 +176,6 @@ def test_options_that_do_not_fit_are_refused():
         whitened(5, 3, rate=1.0)
     with pytest.raises(ValueError, match="averages over batches by its rate"):
         whitened(5, 3, average=0.5)
-    with pytest.raises(ValueError, match="averages over batches by its rate"):
-        whitened(5, 3, samples=(torch.ones(2, 5), None))
     model = bprong.whiten_(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 3)))
     with pytest.raises(ValueError, match="layer '0': its forward side is whitened as 2 × 18, and only"):
         ContinuousRewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", rate=0.05)

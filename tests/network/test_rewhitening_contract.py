@@ -54,18 +54,6 @@ def test_a_thousand_refreshes_in_float32_on_rank_deficient_data_move_outputs_by_
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_held_out_sample_is_measured_instead_of_the_batch():
-    x, _ = classification(60, 5, 3)
-    held = x[:40]
-    model, _, rewhitening = whitened(5, 4, 3, fisher="exact", samples=(held, None), **NOW)
-    rewhitening.step(x[40:])
-    assert_close(model[0].c, held.mean(0), 1e-12)
-    assert rewhitening.step()  # no batch is needed at all
-    model, _, rewhitening = whitened(5, 4, 3, fisher="empirical", samples=(held, torch.zeros(40, dtype=torch.long)))
-    for _ in range(51):
-        rewhitening.step()
-
-
 def test_moments_as_a_running_average_over_batches():
     x, _ = classification(60, 5, 3)
     model, _, rewhitening = whitened(5, 4, 3, average=0.5, forward_every=2)
@@ -161,7 +149,6 @@ def test_when_the_bias_is_frozen_the_centre_returns_to_zero_and_the_average_star
         ({"fisher": "true"}, "fisher must be one of .*'sampled'"),
         ({"solver": "qr"}, "solver must be one of .*'cholesky'.*, not 'qr'"),
         ({"average": 1.0}, "average must be .* less than 1"),
-        ({"samples": torch.ones(2, 5)}, r"samples must be a tuple \(x, y\), and y may be None; this is Tensor"),
         ({"forward_damping": None}, "finite number of at least 0, not None"),
         ({"forward_damping": -1}, "damping must be"),
         ({"loss": "softmax"}, "loss cannot be 'softmax'. Give the loss that you minimise: nn.CrossEntropyLoss"),

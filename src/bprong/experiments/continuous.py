@@ -122,7 +122,7 @@ class ContinuousRewhitening(Rewhitening):
     returns the anchors. It works in one process, and for sides of one block.
 
     rate     μ, such as 0.05: a relative step keeps 1 − μ of the statistics before it
-    options  those of `bprong.Rewhitening`, without average and samples; every fifth batch is measured by default
+    options  those of `bprong.Rewhitening`, without average; every fifth batch is measured by default
 
     >>> from bprong import whiten_
     >>> model = whiten_(nn.Sequential(nn.Linear(4, 3)))
@@ -143,8 +143,8 @@ class ContinuousRewhitening(Rewhitening):
         **options: Any,
     ) -> None:
         self._mu = number("rate", rate, 1e-6, 1)
-        if options.get("average") or options.get("samples"):
-            raise ValueError("continuous whitening averages over batches by its rate: leave out average and samples")
+        if options.get("average"):
+            raise ValueError("continuous whitening averages over batches by its rate: leave out average")
         super().__init__(model, optimizer, loss, forward_every=forward_every, **options)
         # By layer and side: of those that have an anchor.
         self._tracks: dict[str, dict[SideName, Track]] = {name: {} for name in self._layers}
@@ -156,7 +156,7 @@ class ContinuousRewhitening(Rewhitening):
                         f"one block can be whitened continuously; use Rewhitening, or whiten_ with a larger max_dim"
                     )
 
-    def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
+    def step(self, x: Any, y: Tensor | None = None) -> list[Refresh]:
         """Do what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix)."""
         if self._ranks.size > 1:
             raise ValueError("continuous whitening works in one process only: use Rewhitening in several")

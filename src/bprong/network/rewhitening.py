@@ -60,8 +60,6 @@ class Rewhitening:
                        ε of Ž and of D, or a `bprong.Damping`; by default 0.1 and 0.03
     solver             "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
                        as Adam can tell them apart
-    samples            a held-out sample (x, y) of the training set to measure instead of the batch, y None if it is not
-                       needed
     average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
     carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
     seed               of the targets that are drawn; by default torch's initial seed
@@ -75,8 +73,7 @@ class Rewhitening:
         forward_every: int = 100, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1, backward_damping: float | Damping = 0.03,
-        solver: RootSolver = "eigh", samples: tuple[Any, Tensor | None] | None = None, average: float = 0.0,
-        carry: Transports | None = None, seed: int | None = None,
+        solver: RootSolver = "eigh", average: float = 0.0, carry: Transports | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.of(model)
         self.model = unwrapped(model)
@@ -87,9 +84,6 @@ class Rewhitening:
             layers.append(Layer(weight_matrix_of(name, module), solver, backward=module.R is not None))
         self._layers = Layers(layers)
         _check_parameters(layers, self._holders)
-        if samples is not None and not (isinstance(samples, tuple) and len(samples) == 2):
-            raise ValueError(f"samples must be a tuple (x, y), and y may be None; this is {type(samples).__name__}")
-        self._samples = samples
         periods = Periods(forward_every, forward_offset, backward_every, backward_offset)
         self._schedule = Schedule(self._layers, periods, fisher, average, seed)
         if loss is None and self._schedule.two_sided:
@@ -101,14 +95,15 @@ class Rewhitening:
                 'a whitened network has no units of features: use a number, or a Damping relative to "mean"'
             )
 
-    def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
+    def step(self, x: Any, y: Tensor | None = None) -> list[Refresh]:
         """Do what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).
 
-        An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
+        x may also be the same sample of the training set at each iteration. An unfit batch or likelihood raises before
+        anything is changed, and the iteration does not count.
         """
         with uninterrupted():
             is_due = self._schedule.is_due
-            refreshed = self._rewhiten(*(self._samples or (x, y))) if is_due else []
+            refreshed = self._rewhiten(x, y) if is_due else []
             self._schedule.t += 1
             if is_due:
                 self._schedule.plan()
@@ -154,8 +149,6 @@ class Rewhitening:
         """Measure the layers on the batches of all processes."""
 
         def measure() -> dict[str, LayerMoments]:
-            if x is None:
-                raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(self.model, request, x, y, counted)
 
