@@ -110,8 +110,7 @@ def identity(blocks: Blocks, like: Tensor) -> Tensor:
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
     columns = W.reshape(blocks.groups, -1, blocks.features).mT
-    mapped = apply(columns.reshape(*blocks.shape[:-1], -1))
-    return mapped.reshape(columns.shape).mT.reshape(W.shape)
+    return on_outputs(apply, columns, blocks).mT.reshape(W.shape)
 
 
 def on_outputs(apply: Map, values: Tensor, blocks: Blocks) -> Tensor:
