@@ -202,7 +202,7 @@ class Targets:
         f = to_float64(output) if self.terms[0].loss.likelihood.takes_float64 else output
         f = self._part(f)
         value = f.new_zeros(())
-        for loss, y, multiple in self.terms if self.counted is None else self.select(self._part).terms:
+        for loss, y, multiple in self.select(self._part).terms:
             value = value + multiple * loss.mean(f, y)
         return value / self.multiple
 
