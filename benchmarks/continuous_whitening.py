@@ -31,6 +31,7 @@ import bprong
 from bprong.experiments.bench.rows import Log, grouped
 from bprong.experiments.bench.tables import markdown
 from bprong.experiments.bench.timing import seconds_of
+from bprong.experiments.continuous import ContinuousRewhitening
 
 TURN = 50  # steps
 BATCH = 100
@@ -90,7 +91,9 @@ class Run:
         self.model = bprong.whiten_(paper_network(0))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         damping = {f"{side}_damping": epsilon for side, epsilon in EPSILON.items()}
-        self.rewhitening = bprong.Rewhitening(self.model, self.optimizer, seed=0, **damping, **SCHEDULES[name][1])
+        options = damping | SCHEDULES[name][1]
+        kind = ContinuousRewhitening if "rate" in options else bprong.Rewhitening
+        self.rewhitening = kind(self.model, self.optimizer, "cross_entropy", seed=0, **options)
         self.refresh_seconds = 0.0
         self.step_seconds = 0.0
         self.anchors = 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import bprong
 from bprong.audit import second_moments
+from bprong.experiments.continuous import ContinuousRewhitening
 
 TIMES = (10, 50, 100, 200, 300)  # steps at which the distance is printed
 
@@ -26,14 +27,14 @@ def distance(model: nn.Module, x: Tensor) -> float:
     return sum(float((m - one).norm() / one.norm()) for m, one in zip(moments, identities, strict=True)) / len(moments)
 
 
-def train(**settings: Any) -> dict[int, float]:
+def train(kind: type[bprong.Rewhitening], **settings: Any) -> dict[int, float]:
     """The distance after every tenth step."""
     x, y = (torch.tensor(values) for values in load_digits(return_X_y=True))
     x = x.float() / 16
     torch.manual_seed(0)
     model = bprong.whiten_(nn.Sequential(nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", **settings)
+    rewhitening = kind(model, optimizer, "cross_entropy", **settings)
     distances = {}
     for step in range(1, 301):
         batch = torch.randint(len(x), (100,))
@@ -49,12 +50,11 @@ def train(**settings: Any) -> dict[int, float]:
 def main() -> float:
     torch.set_num_threads(1)  # more are slower for a small network, and very slow beside other programs
     print("distance from white after " + "".join(f"{step:>6}" for step in TIMES) + " steps; largest")
-    found = {}
-    for name, rate in (("periodic", None), ("continuous", 0.05)):
-        found[name] = train(rate=rate)
-        shown = "".join(f"{found[name][step]:6.2f}" for step in TIMES)
-        print(f"{name:<25} {shown}{max(found[name].values()):15.2f}")
-    return max(found["continuous"].values()) / max(found["periodic"].values())
+    distances = {"periodic": train(bprong.Rewhitening), "continuous": train(ContinuousRewhitening, rate=0.05)}
+    for name, by_step in distances.items():
+        shown = "".join(f"{by_step[step]:6.2f}" for step in TIMES)
+        print(f"{name:<25} {shown}{max(by_step.values()):15.2f}")
+    return max(distances["continuous"].values()) / max(distances["periodic"].values())
 
 
 if __name__ == "__main__":

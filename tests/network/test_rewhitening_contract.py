@@ -11,7 +11,6 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.moments import Limits
-from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import Layer
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, snapshot
 from training import train_whitened as train
@@ -53,18 +52,6 @@ def test_a_thousand_refreshes_in_float32_on_rank_deficient_data_move_outputs_by_
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_held_out_sample_is_measured_instead_of_the_batch():
-    x, _ = classification(60, 5, 3)
-    held = x[:40]
-    model, _, rewhitening = whitened(5, 4, 3, fisher="exact", samples=(held, None), **NOW)
-    rewhitening.step(x[40:])
-    assert_close(model[0].c, held.mean(0), 1e-12)
-    assert rewhitening.step()  # no batch is needed at all
-    model, _, rewhitening = whitened(5, 4, 3, fisher="empirical", samples=(held, torch.zeros(40, dtype=torch.long)))
-    for _ in range(51):
-        rewhitening.step()
 
 
 def test_moments_as_a_running_average_over_batches():
@@ -162,7 +149,6 @@ def test_when_the_bias_is_frozen_the_centre_returns_to_zero_and_the_average_star
         ({"fisher": "true"}, "fisher must be one of .*'sampled'"),
         ({"solver": "qr"}, "solver must be one of .*'cholesky'.*, not 'qr'"),
         ({"average": 1.0}, "average must be .* less than 1"),
-        ({"samples": torch.ones(2, 5)}, r"samples must be a tuple \(x, y\), and y may be None; this is Tensor"),
         ({"forward_damping": None}, "finite number of at least 0, not None"),
         ({"forward_damping": -1}, "damping must be"),
         ({"loss": "softmax"}, "loss cannot be 'softmax'. Give the loss that you minimise: nn.CrossEntropyLoss"),
@@ -205,14 +191,6 @@ def test_a_model_without_whitened_layers_is_refused():
     model = mlp(5, 3)
     with pytest.raises(ValueError, match="call bprong.whiten_"):
         bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy")
-
-
-def test_continuous_whitening_is_refused_in_several_processes(monkeypatch):
-    x, _ = classification(20, 5, 3)
-    _, _, rewhitening = whitened(5, 3, rate=0.05)
-    monkeypatch.setattr(Ranks, "size", 2)
-    with pytest.raises(ValueError, match="works in one process only"):
-        rewhitening.step(x)
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -301,8 +279,5 @@ def test_everything_is_on_the_device_of_the_parameters():
         for solver in ("eigh", "cholesky", "symmetric"):
             rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", solver=solver, average=0.5, **NOW)
             train(model, optimizer, rewhitening, x, y, 2)
-        continuous = bprong.Rewhitening(model, optimizer, "cross_entropy", rate=0.05, **NOW)
-        train(model, optimizer, continuous, x, y, 3)
-        continuous.load_state_dict(continuous.state_dict())
         model.load_state_dict(bprong.whiten_(bprong.fold(model)).state_dict())
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}

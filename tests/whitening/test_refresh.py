@@ -247,7 +247,6 @@ def test_a_layer_that_is_never_called_is_named():
     [
         (torch.zeros(4, 7, dtype=torch.float64), {}, r"of 5 inputs was given a tensor of shape \(4, 7\)"),
         (torch.zeros(0, 5, dtype=torch.float64), {}, "the batch is empty"),
-        (None, {}, "nothing to measure"),
         (
             torch.ones(4, 5, dtype=torch.float64),
             {"loss": "cross_entropy", "classes": 1},

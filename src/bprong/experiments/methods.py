@@ -56,11 +56,15 @@ class WhiteningSettings:
 
 @dataclass
 class TrainingState:
-    """Everything that changes while a network is trained, and that a checkpoint saves."""
+    """Everything that changes while a network is trained, and that a checkpoint saves.
+
+    sample: of the training set, measured instead of each batch; the same in every run, so that no checkpoint has it
+    """
 
     model: nn.Module
     optimizer: Optimizer
     rewhitening: bprong.Rewhitening | None = None
+    sample: tuple[Tensor, Tensor] | None = None
     scheduler: LRScheduler | None = None
     average: AveragedModel | None = None
 
@@ -84,7 +88,7 @@ class TrainingState:
             part.load_state_dict(state[name])
 
     def _parts(self) -> dict[str, Any]:
-        return {name: part for name, part in vars(self).items() if part is not None}
+        return {name: part for name, part in vars(self).items() if part is not None and name != "sample"}
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,11 @@ def _whitened(problem: Problem, backward: bool) -> TrainingState:
     optimizer = SGD(model.parameters(), lr=problem.lr)
     unused = {"statistics"} if backward else {"statistics", *BACKWARD_SETTINGS}
     settings = {name: value for name, value in asdict(problem.whitening).items() if name not in unused}
-    rewhitening = bprong.Rewhitening(
-        model, optimizer, "cross_entropy", samples=_samples(problem), seed=problem.seed, **settings
-    )
-    return TrainingState(model, optimizer, rewhitening)
+    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", seed=problem.seed, **settings)
+    return TrainingState(model, optimizer, rewhitening, _sample(problem))
 
 
-def _samples(problem: Problem) -> tuple[Tensor, Tensor] | None:
+def _sample(problem: Problem) -> tuple[Tensor, Tensor] | None:
     if not problem.whitening.statistics:
         return None
     generator = torch.Generator().manual_seed(problem.seed)

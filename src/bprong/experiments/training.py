@@ -219,7 +219,7 @@ def train_epoch(
         inputs = x[chosen]
         labels = y[chosen]
         if state.rewhitening is not None:
-            state.rewhitening.step(inputs, labels)
+            state.rewhitening.step(*(state.sample or (inputs, labels)))
         state.optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
         state.optimizer.step()

@@ -12,7 +12,7 @@ losses take them. An image of independent pixels (an output of four or more dime
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -85,15 +85,20 @@ class Likelihood(ABC):
         return (matrix + matrix.T) / 2  # exactly symmetric
 
     def fisher_times(self, output: Tensor, V: Tensor) -> Tensor:
-        """F v of every target, for every v in V; from the roots if they are defined, else from drawn targets.
+        """F v = Σ_k g_k (g_kᵀ v) of every target, for every v in V: from the roots g_k if they are defined.
 
         V: (k, *output), float64
 
-        One target y is drawn per row. With g = ∇(−log p(y)), g gᵀ v is F v on average.
+        Otherwise one target y is drawn per row. With g = ∇(−log p(y)), g gᵀ v is F v on average.
         """
         has_roots = type(self).roots is not Likelihood.roots
         roots = self.roots(output) if has_roots else self.gradients(output, self.sample(output))
-        return times_roots(roots, V, self.targets(output))
+        rows = V.reshape(len(V), self.targets(output), -1)
+        total = torch.zeros_like(rows)
+        for root in roots:
+            g = to_float64(root.detach()).reshape(rows.shape[1:])
+            total += g * (g * rows).sum(dim=-1, keepdim=True)
+        return total.view_as(V)
 
     def gradients(self, output: Tensor, y: Tensor) -> Sequence[Tensor]:
         """The gradient of the summed −log p of targets, at the output."""
@@ -270,20 +275,6 @@ class Undeclared(Likelihood):
 
     def sample(self, output: Tensor) -> Tensor:
         raise TypeError("no loss was declared")
-
-
-def times_roots(roots: Iterable[Tensor], V: Tensor, targets: int) -> Tensor:
-    """F v = Σ_k g_k (g_kᵀ v) of each target, for every v in V; V: (directions, *output), float64.
-
-    >>> times_roots([torch.tensor([[2.0, 0.0]])], torch.ones(1, 1, 2, dtype=torch.float64), targets=1)
-    tensor([[[4., 0.]]], dtype=torch.float64)
-    """
-    rows = V.reshape(len(V), targets, -1)
-    total = torch.zeros_like(rows)
-    for root in roots:
-        g = to_float64(root.detach()).reshape(1, targets, -1)
-        total += g * (g * rows).sum(dim=-1, keepdim=True)
-    return total.view_as(V)
 
 
 def _basis(output: Tensor) -> Iterator[Tensor]:

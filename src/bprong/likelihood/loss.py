@@ -202,7 +202,7 @@ class Targets:
         f = to_float64(output) if self.terms[0].loss.likelihood.takes_float64 else output
         f = self._part(f)
         value = f.new_zeros(())
-        for loss, y, multiple in self.terms if self.counted is None else self.select(self._part).terms:
+        for loss, y, multiple in self.select(self._part).terms:
             value = value + multiple * loss.mean(f, y)
         return value / self.multiple
 
@@ -221,7 +221,7 @@ class LossCall:
     is_declared: whether it was made by the declared module
     is_whole: whether its input is the output of a model, all of it
     gradients: of the user's loss at its value, by the number of the backward pass that brought it
-    gradient: the sum of those of the backward passes that count; None: none has arrived
+    gradient: the sum of those of the backward passes that count; 0: none has arrived
     """
 
     kind: Kind
@@ -232,7 +232,7 @@ class LossCall:
     is_declared: bool = False
     is_whole: bool = False
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    gradient: Tensor | None = None
+    gradient: Any = 0
 
     @property
     def function(self) -> str:
@@ -242,7 +242,7 @@ class LossCall:
     def count(self, tasks: Container[int]) -> bool:
         """Sum the gradients of these backward passes; return whether there is any."""
         gradients = [gradient for task, gradient in self.gradients.items() if task in tasks]
-        self.gradient = cast(Tensor, sum(gradients)) if gradients else None
+        self.gradient = sum(gradients)
         return bool(gradients)
 
 
@@ -264,21 +264,27 @@ def targets_of(likelihood: Likelihood, calls: Sequence[LossCall], output: Tensor
     output:    with classes in its last dimension
     gradient:  what the user's backward pass left there
     """
-    whole = {}
+    targets = {}
     for call in calls:
         y = _laid_out(likelihood, call, output)
         if y is not None:
-            whole[call] = y
-    calls = list(whole) or calls
-    losses = [loss_of_call(likelihood, call, output) for call in calls]
-    targets = list(whole.values()) or [classes_last(likelihood, call.target) for call in calls]
-    multiples, total = _read(calls, losses, targets)
-    if whole:
-        terms = tuple(map(Term, losses, targets, multiples))
-        mask = reduce(_union, [_mask(term, call, output) for term, call in zip(terms, calls, strict=True)])
+            targets[call] = y
+    is_whole = bool(targets)
+    if not is_whole:
+        targets = {call: classes_last(likelihood, call.target) for call in calls}
+    losses = [loss_of_call(likelihood, call, output) for call in targets]
+    numbers: list[Tensor] = []
+    value: Any = 0  # of the user's loss, as far as these calls make it
+    for (call, y), loss in zip(targets.items(), losses, strict=True):
+        numbers.append(loss.multiple(y, call.gradient))
+        value = value + (call.gradient * call.value).sum()
+    *multiples, total = torch.stack([*numbers, value]).tolist()
+    if is_whole:
+        terms = tuple(map(Term, losses, targets.values(), multiples))
+        mask = reduce(_union, [_mask(term, call, output) for term, call in zip(terms, targets, strict=True)])
     else:
         inputs = [classes_last(likelihood, call.input) for call in calls]
-        rows = rows_of_parts(likelihood, inputs, targets, output, gradient)
+        rows = rows_of_parts(likelihood, inputs, list(targets.values()), output, gradient)
         if rows is None:
             return None
         y, mask = rows
@@ -305,7 +311,7 @@ def _mask(term: Term, call: LossCall, output: Tensor) -> Tensor | None:
     """Which targets of a call are neither ignored nor given a weight of zero; None: nothing says that any are."""
     likelihood = term.loss.likelihood
     mask = likelihood.not_ignored(term.y)
-    if call.gradient is None or call.options["reduction"] != "none":
+    if call.options["reduction"] != "none":
         return mask
     reached = likelihood.reached(call.gradient.reshape(*output.shape[:-1], -1))
     return reached if mask is None else mask & reached
@@ -314,15 +320,3 @@ def _mask(term: Term, call: LossCall, output: Tensor) -> Tensor | None:
 def _union(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Which targets either of two masks counts; None counts all."""
     return None if first is None or second is None else first | second
-
-
-def _read(calls: Sequence[LossCall], losses: Sequence[Loss], targets: Sequence[Tensor]) -> tuple[list[float], float]:
-    """What the user's loss is as a multiple of the mean −log p of each call, and its value as far as they make it."""
-    multiples = []
-    values = []
-    for call, loss, y in zip(calls, losses, targets, strict=True):
-        gradient = cast(Tensor, call.gradient)
-        multiples.append(loss.multiple(y, gradient))
-        values.append((gradient * call.value).sum())
-    numbers = torch.stack(multiples + values).tolist()
-    return numbers[: len(calls)], sum(numbers[len(calls) :])

@@ -25,15 +25,16 @@ def rows_of_parts(
     width = output.shape[-1]
     if any(given.shape[-1:] != output.shape[-1:] for given in inputs):
         return None
-    row = () if likelihood.has_classes and not targets[0].is_floating_point() else (width,)
+    rows = output.reshape(-1, width)
+    row = likelihood.shape_of_targets(rows, targets[0])[1:]
     given = torch.cat([part.reshape(-1, width) for part in inputs])
     y = torch.cat([part.reshape(-1, *row) for part in targets])
     counted = likelihood.not_ignored(y)  # targets that are ignored have no gradient
     if counted is not None:
         given = given[counted]
         y = y[counted]
-    is_given = (gradient.reshape(-1, width) != 0).any(dim=1)
-    rows = output.reshape(-1, width)[is_given]
+    is_given = (gradient.reshape(rows.shape) != 0).any(dim=1)
+    rows = rows[is_given]
     if len(given) != len(rows):
         return None
     orders = [torch.arange(len(rows), device=rows.device)]
@@ -43,8 +44,7 @@ def rows_of_parts(
         if is_equal(given[order], rows):
             y_of_all = y.new_full((len(is_given), *row), 0 if row else likelihood.ignore_index)
             y_of_all[is_given] = y[order]
-            y_of_all = y_of_all.reshape(*output.shape[:-1], *row)
-            return y_of_all, likelihood.reached(gradient)
+            return y_of_all.reshape(likelihood.shape_of_targets(output, y)), likelihood.reached(gradient)
     return None
 
 

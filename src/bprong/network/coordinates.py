@@ -110,8 +110,7 @@ def identity(blocks: Blocks, like: Tensor) -> Tensor:
 def on_inputs(apply: Map, W: Tensor, blocks: Blocks) -> Tensor:
     """Applies a map of columns, (d, k) or (n, d, k) for n blocks, to the rows of a weight: W L for `(L.mT).matmul`."""
     columns = W.reshape(blocks.groups, -1, blocks.features).mT
-    mapped = apply(columns.reshape(*blocks.shape[:-1], -1))
-    return mapped.reshape(columns.shape).mT.reshape(W.shape)
+    return on_outputs(apply, columns, blocks).mT.reshape(W.shape)
 
 
 def on_outputs(apply: Map, values: Tensor, blocks: Blocks) -> Tensor:
@@ -237,8 +236,10 @@ def _rate_ratio(holders: Sequence[Holder], W: Tensor, b: Tensor | None) -> float
 
     1 if both rates are zero; 0 if only the bias's rate is, as the bias has no velocity then.
     """
-    groups = [group for optimizer, _ in holders for group in optimizer.param_groups]
-    rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
+    rates: dict[Tensor | None, float] = {}
+    for optimizer, _ in holders:
+        for group in optimizer.param_groups:
+            rates |= dict.fromkeys(group["params"], float(group["lr"]))
     rate = rates.get(W, 1.0)
-    bias_rate = 1.0 if b is None else rates.get(b, 1.0)
+    bias_rate = rates.get(b, 1.0)
     return rate / bias_rate if bias_rate else float(rate == bias_rate)

@@ -14,7 +14,7 @@ from bprong.capture.convolution import geometry_of
 from bprong.capture.listener import without_autocast
 from bprong.capture.weights import weight_matrices_of
 from bprong.errors import LinAlgError, WhiteningError
-from bprong.linalg.moments import MAX_DIM, Blocks, Limits, at_least_float32, float64_copy, to_float64
+from bprong.linalg.moments import MAX_DIM, Limits, at_least_float32, float64_copy, to_float64
 from bprong.network.coordinates import (
     Change,
     Multiplier,
@@ -194,16 +194,16 @@ class WhitenedLinear(WhitenedLayer):
                 f"a WhitenedLinear of {features} inputs was given a tensor of shape {tuple(input.shape)}; its last "
                 f"dimension must be {features}"
             )
-        z_dagger = _times_rows(self.U, input - self.c.flatten(), self.forward_blocks)
+        z_dagger = _times_rows(self.U, input - self.c.flatten())
         a_dagger = F.linear(z_dagger, self.weight_dagger, self.bias_dagger)
-        return a_dagger if self.R is None else _times_rows(self.R.mT, a_dagger, self.backward_blocks)
+        return a_dagger if self.R is None else _times_rows(self.R.mT, a_dagger)
 
 
-def _times_rows(matrix: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+def _times_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """Return the product of a matrix, block-diagonal if it has a leading dimension, and every row of (…, d)."""
-    if not blocks.lead:
+    if matrix.ndim == 2:
         return F.linear(rows, matrix)
-    split = rows.reshape(*rows.shape[:-1], blocks.lead, blocks.size)
+    split = rows.reshape(*rows.shape[:-1], *matrix.shape[:-1])
     return torch.einsum("...ni,nji->...nj", split, matrix).flatten(-2)
 
 

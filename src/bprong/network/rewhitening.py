@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +14,12 @@ from bprong.capture.listener import uninterrupted
 from bprong.capture.measure import record
 from bprong.capture.request import Fisher, LayerMoments, Request
 from bprong.capture.weights import weight_matrix_of
-from bprong.checks import number, one_of
-from bprong.errors import LinAlgError, WhiteningError
+from bprong.checks import one_of
 from bprong.likelihood.declared import ACCEPTED, Declaration, declared_loss
 from bprong.likelihood.families import mixed, nontrivial
 from bprong.linalg.factors import Damping
-from bprong.linalg.moments import Moments, at_least_float32
+from bprong.linalg.moments import Moments
 from bprong.linalg.roots import Root, RootSolver, root_of
-from bprong.network.continuous import Track, centred_rows
 from bprong.network.convert import whitened_layers
 from bprong.network.coordinates import Holder, Transports, carried_with, carry_, holders_for
 from bprong.parallel.processes import Ranks
@@ -32,8 +29,6 @@ from bprong.whitening.layers import Layers
 from bprong.whitening.ranks import measured_by_all
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Periods, Schedule
-
-PROBE_ROWS = 8  # rows on which a relative step is checked; more would cost as much as the step itself
 
 
 @dataclass(frozen=True)
@@ -58,19 +53,13 @@ class Rewhitening:
                        dimension. Not needed if all layers are forward-only
     fisher             the targets behind D: "sampled" from the model (default), "exact" (no sampling, but one backward
                        pass for each output of a target), or "empirical" (those of the data; then call `step(x, y)`)
-    rate               None: an exact factorisation whenever one is due, as in the paper. μ, such as 0.05: continuous
-                       whitening (see `bprong.network.continuous`), a relative step from the batch that keeps 1 − μ of
-                       the statistics before it, with an exact factorisation, an anchor, only at the start and when a
-                       side has drifted from white; `step` returns the anchors
     forward_every, forward_offset, backward_every, backward_offset
-                       the paper's τ₁, c₁, τ₂, c₂. The default of forward_every is 100, or 5 with a rate; that of
-                       backward_every is forward_every, and R is refreshed half a period after t = 0
+                       the paper's τ₁, c₁, τ₂, c₂. By default backward_every is forward_every, and R is refreshed half
+                       a period after t = 0
     forward_damping, backward_damping
                        ε of Ž and of D, or a `bprong.Damping`; by default 0.1 and 0.03
     solver             "eigh" (the paper's), "cholesky" (cheaper) or "symmetric"; only coordinate-wise optimizers such
                        as Adam can tell them apart
-    samples            a held-out sample (x, y) of the training set to measure instead of the batch, y None if it is not
-                       needed; not with continuous whitening, which follows the batches
     average            0: each refresh uses its own batch; ρ > 0: a running average that keeps ρ at each new batch
     carry              how the state of other optimizers moves: {"momentum_buffer": "velocity", …}
     seed               of the targets that are drawn; by default torch's initial seed
@@ -80,12 +69,11 @@ class Rewhitening:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], loss: Declaration | None = None, *,
-        fisher: Fisher = "sampled", rate: float | None = None,
-        forward_every: int | None = None, forward_offset: int = 0,
+        fisher: Fisher = "sampled",
+        forward_every: int = 100, forward_offset: int = 0,
         backward_every: int | None = None, backward_offset: int | None = None,
         forward_damping: float | Damping = 0.1, backward_damping: float | Damping = 0.03,
-        solver: RootSolver = "eigh", samples: tuple[Any, Tensor | None] | None = None, average: float = 0.0,
-        carry: Transports | None = None, seed: int | None = None,
+        solver: RootSolver = "eigh", average: float = 0.0, carry: Transports | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.of(model)
         self.model = unwrapped(model)
@@ -96,16 +84,6 @@ class Rewhitening:
             layers.append(Layer(weight_matrix_of(name, module), solver, backward=module.R is not None))
         self._layers = Layers(layers)
         _check_parameters(layers, self._holders)
-        if samples is not None and not (isinstance(samples, tuple) and len(samples) == 2):
-            raise ValueError(f"samples must be a tuple (x, y), and y may be None; this is {type(samples).__name__}")
-        self._samples = samples
-        self._mu = 0.0 if rate is None else number("rate", rate, 1e-6, 1)
-        if self._mu:
-            _check_continuous(average, samples, layers)
-        # By layer and side: of those that are whitened continuously, once they have an anchor.
-        self._tracks: dict[str, dict[SideName, Track]] = {name: {} for name in self._layers}
-        if forward_every is None:
-            forward_every = 5 if self._mu else 100
         periods = Periods(forward_every, forward_offset, backward_every, backward_offset)
         self._schedule = Schedule(self._layers, periods, fisher, average, seed)
         if loss is None and self._schedule.two_sided:
@@ -117,16 +95,15 @@ class Rewhitening:
                 'a whitened network has no units of features: use a number, or a Damping relative to "mean"'
             )
 
-    def step(self, x: Any = None, y: Tensor | None = None) -> list[Refresh]:
+    def step(self, x: Any, y: Tensor | None = None) -> list[Refresh]:
         """Do what is due at this iteration with batch x (and targets y, for the empirical Fisher matrix).
 
-        An unfit batch or likelihood raises before anything is changed, and the iteration does not count.
+        x may also be the same sample of the training set at each iteration. An unfit batch or likelihood raises before
+        anything is changed, and the iteration does not count.
         """
         with uninterrupted():
-            if self._mu and self._ranks.size > 1:
-                raise ValueError("continuous whitening works in one process only: leave out rate in several")
             is_due = self._schedule.is_due
-            refreshed = self._rewhiten(*(self._samples or (x, y))) if is_due else []
+            refreshed = self._rewhiten(x, y) if is_due else []
             self._schedule.t += 1
             if is_due:
                 self._schedule.plan()
@@ -137,10 +114,11 @@ class Rewhitening:
         for layer in self._layers.values():
             for parameter in layer.parameters:
                 carried_with(parameter, self._holders, layer.name)  # which raises before anything is changed
-        trained = [layer for layer in self._layers.values() if layer.linear.is_trained]
-        measured = self._measured(trained, x, y)
+        request = self._request()
+        measured = self._measured(request, x, y)
         updated = update(self._layers, measured, self._schedule.average)
-        for layer in trained:
+        for weight in request.weights:
+            layer = self._layers[weight.name]
             for side in layer.sides:
                 if side not in updated and side.name in self._schedule.refreshed:
                     layer.warn(
@@ -153,29 +131,30 @@ class Rewhitening:
         )  # fmt: skip
         return refreshed
 
-    def _measured(self, trained: list[Layer], x: Any, y: Tensor | None) -> Mapping[str, LayerMoments]:
-        """Measure the layers on a batch; for continuous whitening keep the rows of z and δ in their moments."""
+    def _request(self) -> Request:
+        """Return what to measure at this iteration."""
         schedule = self._schedule
         rank = self._ranks.rank
-        request = Request(
-            weights={layer.linear: layer.linear.module.centred for layer in trained},
+        trained = [layer.linear for layer in self._layers.values() if layer.linear.is_trained]
+        return Request(
+            weights={weight: weight.module.centred for weight in trained},
             inputs=schedule.measured["forward"],
             errors=schedule.measured["backward"],
             likelihood=self._likelihood if schedule.two_sided else None,
             fisher=schedule.fisher,
             seed=mixed(schedule.seed, rank) if rank else schedule.seed,
-            rows=self._mu > 0,
         )
 
+    def _measured(self, request: Request, x: Any, y: Tensor | None) -> Mapping[str, LayerMoments]:
+        """Measure the layers on the batches of all processes."""
+
         def measure() -> dict[str, LayerMoments]:
-            if x is None:
-                raise ValueError("a refresh is due and there is nothing to measure: call step(x), or give samples=")
             counted = nontrivial(self._likelihood.not_ignored(y)) if isinstance(y, Tensor) else None
             return record(self.model, request, x, y, counted)
 
         if self._ranks.size == 1:
             return measure()
-        return measured_by_all(self._ranks, schedule, request.weights, measure, self.model.parameters())
+        return measured_by_all(self._ranks, self._schedule, request.weights, measure, self.model.parameters())
 
     def _take(
         self,
@@ -187,40 +166,15 @@ class Rewhitening:
         damping: Damping,
         factor: object,
     ) -> None:
-        """Change the coordinates of one side to those of new moments, and move the optimizer's state along.
+        """Change the coordinates of one side to those of new moments.
 
         It needs a root of the inverse, so it has no use for a factor.
         """
         if not self._schedule.average:
             side.moments = None  # nothing reads them again
-        tracks = self._tracks[layer.name]
-        probe = cast(Tensor, measured[layer.name].probe)
-        if side.name in tracks:
-            try:
-                tracks[side.name] = self._follow(tracks[side.name], layer, side, moments, damping, probe[:PROBE_ROWS])
-                return
-            except (WhiteningError, LinAlgError):
-                pass  # it needs an anchor; if the batch is not finite, this reports why it cannot be used
         root = root_of(moments.second, damping, cast(RootSolver, side.solver))
-        self._move(layer, side, root.matrix, moments.mean, probe)
-        if self._mu:
-            tracks[side.name] = Track()
+        self._move(layer, side, root.matrix, moments.mean, measured[layer.name].probe)
         refreshed.append(Refresh(layer.name, side.name, root))
-
-    def _follow(
-        self, track: Track, layer: Layer, side: Side, moments: Moments, damping: Damping, probe: Tensor
-    ) -> Track:
-        """Move one side by a relative step with the rows measured, and return its track; an error changes nothing."""
-        module = layer.linear.module
-        U = module.U if side.of_inputs else module.R
-        U = U.to(at_least_float32(U.dtype))
-        V = moments.values.to(U) / math.sqrt(moments.weight)
-        mean = None
-        if moments.mean is not None:
-            V, mean = centred_rows(V, moments.mean.to(U), module.c.to(U), self._mu)
-        T, track = track.step(U, V, self._mu, damping)
-        self._move(layer, side, T.times(U), mean, probe, T)
-        return track
 
     def _move(self, layer: Layer, side: Side, *new: Any) -> None:
         """Change the coordinates of a layer by `rewhiten_`, and the state of the optimizers with them."""
@@ -233,9 +187,6 @@ class Rewhitening:
         return {
             "schedule": self._schedule.state_dict(),
             "layers": {layer.name: layer.state_dict() for layer in averaged},
-            "tracks": {
-                name: {side: [*track] for side, track in tracks.items()} for name, tracks in self._tracks.items()
-            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,21 +197,6 @@ class Rewhitening:
         self._schedule.load_state_dict(state["schedule"])
         for name, saved in state["layers"].items():
             self._layers[name].load_state_dict(saved)
-        for name, tracks in state["tracks"].items():
-            self._tracks[name] = {side: Track(*track) for side, track in tracks.items()}
-
-
-def _check_continuous(average: float, samples: object, layers: Iterable[Layer]) -> None:
-    """Raise ValueError unless the layers can be whitened continuously with these options."""
-    if average or samples:
-        raise ValueError("continuous whitening averages over batches by its rate: leave out average and samples")
-    for layer in layers:
-        for side in layer.sides:
-            if side.blocks.lead:
-                raise ValueError(
-                    f"layer {layer.name!r}: its {side.name} side is whitened as {side.blocks}, and only a side of one "
-                    f"block can be whitened continuously; leave out rate, or whiten_ with a larger max_dim"
-                )
 
 
 def _check_parameters(layers: Sequence[Layer], holders: Iterable[Holder]) -> None:

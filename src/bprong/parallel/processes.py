@@ -139,23 +139,18 @@ class Ranks:
     # Tensors, which have one shape and dtype on all ranks -------------------------------------------------------------
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Return the tensors of all ranks: (ranks, …)."""
-        sent = self._to_send(values)
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        self._run(dist.all_gather, received, sent)
-        return torch.stack(received).to(values.device)
+        """Return the tensors of all ranks: (ranks, …), as the sum of tables that have one row each."""
+        table = values.new_zeros(self.size, *values.shape)
+        table[self.rank] = values
+        return self.sum_(table)
 
     def sum_(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks, in place where the tensor can be sent from."""
-        sent = self._to_send(values)
-        self._run(dist.all_reduce, sent)
-        return sent.to(values.device)
+        return self._run(dist.all_reduce, values)
 
     def received(self, values: Tensor, owner: int) -> Tensor:
         """Return the owner's values; those of other ranks are overwritten where they can be sent from."""
-        sent = self._to_send(values)
-        self._run(dist.broadcast, sent, group_src=owner)
-        return sent.to(values.device)
+        return self._run(dist.broadcast, values, group_src=owner)
 
     # Slices of the parameters of a sharded model ----------------------------------------------------------------------
 
@@ -181,19 +176,20 @@ class Ranks:
             slices[p] = of_all.redistribute(placements=value.placements)
         return slices
 
-    def _to_send(self, values: Tensor) -> Tensor:
-        """Return a tensor as it can be sent: itself, or a copy of it."""
-        return values.to("cuda" if dist.get_backend(self._group) == "nccl" else "cpu").contiguous()
+    def _run(self, collective: Callable[..., Any], values: Tensor, **options: Any) -> Tensor:
+        """Run a collective operation on a tensor, or on a copy where that can be sent from; return the result.
 
-    def _run(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Run a collective operation; raise a RuntimeError that explains it if that fails."""
+        Raises a RuntimeError that explains it if that fails.
+        """
+        sent = values.to("cuda" if dist.get_backend(self._group) == "nccl" else "cpu").contiguous()
         try:
-            collective(*arguments, group=self._group, **options)
+            collective(sent, group=self._group, **options)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} could not exchange statistics: another process has ended, or has not "
                 f"come to this step in time. {error}"
             ) from error
+        return sent.to(values.device)
 
 
 ALONE = Ranks()

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bprong import Damping, WhiteningError
+from bprong.experiments.continuous import DRIFT, Track, centred_rows, damping_rows, near_identity
 from bprong.linalg.moments import Blocks, Moments
-from bprong.network.continuous import DRIFT, Track, centred_rows, damping_rows, near_identity
 from bprong.network.coordinates import Change, quotient
 from helpers import EPS, assert_close, input_moments, spd
 

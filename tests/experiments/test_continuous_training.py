@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bprong
 from bprong import Damping, WhiteningWarning
+from bprong.experiments.continuous import ContinuousRewhitening, centred_rows
 from bprong.linalg.roots import root_of
-from bprong.network.continuous import centred_rows
 from bprong.network.layers import WhitenedLayer
+from bprong.parallel.processes import Ranks
 from helpers import assert_close, assert_unchanged, classification, input_moments, layers_of, mlp, quick_cases, snapshot
 
 NOW = {"rate": 0.05, "forward_every": 1, "backward_every": 1, "backward_offset": 0}
@@ -23,7 +24,7 @@ def whitened(*widths, kind=torch.optim.SGD, dtype=torch.float64, phi=nn.Tanh, **
     model = bprong.whiten_(mlp(*widths, dtype=dtype, phi=phi))
     momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = kind(model.parameters(), lr=0.01, **momentum)
-    return model, optimizer, bprong.Rewhitening(model, optimizer, "cross_entropy", **NOW | options)
+    return model, optimizer, ContinuousRewhitening(model, optimizer, "cross_entropy", **NOW | options)
 
 
 def train(model, optimizer, rewhitening, x, y, steps):
@@ -175,18 +176,36 @@ def test_options_that_do_not_fit_are_refused():
         whitened(5, 3, rate=1.0)
     with pytest.raises(ValueError, match="averages over batches by its rate"):
         whitened(5, 3, average=0.5)
-    with pytest.raises(ValueError, match="averages over batches by its rate"):
-        whitened(5, 3, samples=(torch.ones(2, 5), None))
     model = bprong.whiten_(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 3)))
     with pytest.raises(ValueError, match="layer '0': its forward side is whitened as 2 × 18, and only"):
-        bprong.Rewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", rate=0.05)
+        ContinuousRewhitening(model, torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy", rate=0.05)
+
+
+def test_it_is_refused_in_several_processes(monkeypatch):
+    x, _ = classification(20, 5, 3)
+    _, _, rewhitening = whitened(5, 3)
+    monkeypatch.setattr(Ranks, "size", 2)
+    with pytest.raises(ValueError, match="works in one process only"):
+        rewhitening.step(x)
+
+
+def test_everything_is_on_the_device_of_the_parameters():
+    """With `meta` as the default device, a tensor made without naming a device would not mix with the others."""
+    x, _ = classification(20, 5, 3)
+    model, optimizer, _ = whitened(5, 4, 3)
+    with torch.device("meta"):
+        rewhitening = ContinuousRewhitening(model, optimizer, "cross_entropy", **NOW)
+        anchors = [len(rewhitening.step(x)) for _ in range(3)]
+        rewhitening.load_state_dict(rewhitening.state_dict())
+    assert anchors == [4, 0, 0]
+    assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
 
 
 def test_convolutions_of_one_group_and_layers_with_frozen_biases_are_whitened_too():
     torch.manual_seed(0)
     model = bprong.whiten_(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", **NOW)
+    rewhitening = ContinuousRewhitening(model, optimizer, "cross_entropy", **NOW)
     x = torch.randn(20, 2, 4, 4, dtype=torch.float64) + 1
     before = model(x).detach()
     for t in range(5):
@@ -226,6 +245,6 @@ def test_frozen_layers_are_left_alone_and_do_not_cause_factorisations():
 def test_the_blocked_outputs_of_a_forward_only_layer_do_not_matter():
     model = bprong.whiten_(nn.Sequential(nn.Linear(4, 6)), backward=False, max_dim=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rewhitening = bprong.Rewhitening(model, optimizer, "cross_entropy", rate=0.05, forward_every=1)
+    rewhitening = ContinuousRewhitening(model, optimizer, "cross_entropy", rate=0.05, forward_every=1)
     assert len(rewhitening.step(torch.randn(10, 4))) == 1
     assert rewhitening.step(torch.randn(10, 4)) == []
