@@ -3,8 +3,9 @@
 The quadratic model of the loss cannot tell, because it knows nothing of the steps to come. So two rules train side by
 side from the same weights on the same batches: natural steps lead and train the user's model; their rival, spectral
 steps, trains a second copy of the weights in passes of our own. On every batch both losses are compared before either
-rule is trained on it. A rival that wins hands its weights over, so that no step is lost and none is taken back; there
-is no way back, because a rule that begins anew always looks better for a while.
+rule is trained on it, as long as its examples are new to the race: on those that come again, the rule that remembers
+best would win. A rival that wins hands its weights over, so that no step is lost and none is taken back; there is no
+way back, because a rule that begins anew always looks better for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bprong.capture.own_pass import Subset, examples, rows_of, run_alone
 from bprong.capture.tape import Batch, laid_out
@@ -49,6 +51,8 @@ class RaceSettings:
     fewest     and its least number of batches
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
+    repeated   the part of a batch that was in the race before, from which on it ends: with the standard errors of
+               `early`, since it is shorter than it should be
     alike      the sine of the angle up to which two gradients are alike
     full       the multiplier of learning rates from which on a race may begin: not in a warm-up or at the end of a run
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
@@ -61,6 +65,8 @@ class RaceSettings:
     part: float = 1 / 3
     fewest: int = 5
     certainty: float = 1.0
+    repeated: float = 0.1
+    early: float = 6.0
     alike: float = 0.1
     full: float = 0.9
     largest: int = 200_000_000
@@ -75,6 +81,7 @@ class Rival:
     layers:       with the moments of the leader's layers, and factors of its own damping
     values:       the weights by parameter; while the rival is in the model, those of the leader
     differences:  of its loss from the leader's on each batch so far, relative to the larger one
+    examples:     a number for each example so far, which tells it from others
     began:        the step at which it began
     """
 
@@ -85,6 +92,7 @@ class Rival:
         self.buffers = [buffer.clone() for buffer in rule.loss_model.model.buffers()]
         self.states: States = defaultdict(dict)
         self.differences: list[float] = []
+        self.examples: set[float] = set()
         self.began = began
 
     @contextmanager
@@ -152,6 +160,13 @@ class Rival:
                 buffer.copy_(value)
         return replace(batch, output=output.detach(), targets=replace(targets, total=float(loss))), values
 
+    def repeats(self, batches: Sequence[Batch]) -> list[float]:
+        """Return how many examples of some batches were in the race before, and how many there are; note them."""
+        numbers = [number for batch in batches for number in _numbers(batch.x)]
+        repeated = sum(number in self.examples for number in numbers)
+        self.examples.update(numbers)
+        return [repeated, len(numbers)]
+
     def step_(self, gradients: Gradients) -> None:
         """Make a step with the rival's own gradients."""
         with self._in_the_model():
@@ -182,6 +197,7 @@ class Rival:
         return {
             "began": self.began,
             "differences": list(self.differences),
+            "examples": list(self.examples),
             "rule": self.rule.state_dict(parameters),
             "values": [self.values.get(p) for p in parameters],
             "buffers": list(self.buffers),
@@ -191,6 +207,7 @@ class Rival:
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
         self.differences = list(state["differences"])
+        self.examples = set(state["examples"])
         self.rule.load_state_dict(state["rule"], parameters)
         for p, value, of_parameter in zip(parameters, state["values"], state["states"], strict=True):
             if value is not None:
@@ -200,6 +217,24 @@ class Rival:
             buffer.copy_(value)
         for name, layer in self.layers.items():
             layer.load_state_dict(state["layers"][name])
+
+
+def _numbers(x: Any) -> list[float]:
+    """Return a number for each example of what a model was called with, from up to 4,096 of the entries of its tensors.
+
+    They are rounded to float32, since the last digits of a sum depend on the other rows.
+
+    >>> _numbers(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))[0] == _numbers(torch.tensor([[1.0, 2.0]]))[0]
+    True
+    """
+    count = examples(x)
+    total = torch.zeros(count, dtype=torch.float64)
+    for tensor in tree_leaves(x):
+        if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == count and tensor.layout is torch.strided:
+            rows = tensor.detach().reshape(count, -1)
+            rows = rows[:, :: max(1, rows.shape[1] // 4096)].to("cpu", torch.float64)
+            total += rows @ torch.arange(1, rows.shape[1] + 1, dtype=torch.float64).sqrt()
+    return total.float().tolist()
 
 
 def _like(layer: Layer) -> Layer:
@@ -246,40 +281,53 @@ class Race:
         rival = self.rival
         try:
             rival.follow(layers, gradients.t)
-            rival.differences.append(self._difference(gradients, rival))
+            difference, repeated = self._difference(gradients, rival)
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
             self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
+        is_over = repeated >= SETTINGS.repeated
+        if not is_over:
+            rival.differences.append(difference)
         mean, error = rival.verdict()
         steps = len(rival.differences)
         errors = SETTINGS.looks.get(steps, math.inf)
-        if math.isfinite(mean) and steps < SETTINGS.length and abs(mean) < max(SETTINGS.plain, errors * error):
+        is_plain = abs(mean) >= max(SETTINGS.plain, errors * error)
+        if math.isfinite(mean) and not (is_over or is_plain or steps == SETTINGS.length):
             return None
-        self._is_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
+        if is_over:
+            self._is_won = steps >= SETTINGS.fewest and mean <= -max(SETTINGS.plain, SETTINGS.early * error)
+        else:
+            self._is_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
         than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
         going_on = "spectral" if self._is_won else "natural"
-        self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
+        until = ", when batches come again," if is_over else ""
+        message = f"after {steps} steps{until} the loss with spectral steps is {than}: {going_on} steps go on"
+        self._end(message, is_last=self._is_won or steps < SETTINGS.fewest)
         if not self._is_won:
             return None
         rival.hand_over(gradients.states, layers)
         return rival.rule
 
-    def _difference(self, gradients: Gradients, rival: Rival) -> float:
-        """The rival's loss minus the leader's on this step's batches of all processes, relative to the larger one."""
+    def _difference(self, gradients: Gradients, rival: Rival) -> tuple[float, float]:
+        """The rival's loss minus the leader's on this step's batches of all processes, relative to the larger one.
+
+        And the part of their examples that was in the race before.
+        """
         ranks = self._setup.ranks
         if any(p._backward_hooks for p in gradients.values):
             raise WhiteningError("hooks on parameters would be called for both kinds of steps")
-        with ranks.exchange(4) as rows:
+        with ranks.exchange(6) as rows:
             of_rival = rival.run(gradients, gradients.seed)
-            rows.append([*totals(gradients.batches), *totals(of_rival.batches)])
-        total, scale, rivals_total, rivals_scale = map(math.fsum, zip(*rows, strict=True))
+            repeats = rival.repeats(gradients.batches)
+            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *repeats])
+        total, scale, rivals_total, rivals_scale, repeated, count = map(math.fsum, zip(*rows, strict=True))
         self._average_(of_rival)
         if not rival.differences and not self._is_explained(gradients, of_rival, rival):
             raise WhiteningError("the gradients are not those of the declared loss alone")
         rival.step_(of_rival)
         loss = total / scale
         rivals_loss = rivals_total / rivals_scale
-        return (rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300)
+        return (rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300), repeated / count
 
     def _average_(self, gradients: Gradients) -> None:
         """Average gradients over all processes, as they do those of the user's own pass."""

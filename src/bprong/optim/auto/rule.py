@@ -247,7 +247,7 @@ class AutoRule(AutoState):
         period = every if t < 10 * every else max(every, self.period or 0)
         cautious = self.caution < 1 and self.loss is not None
         since = t - self.began_at
-        return self.is_early(t) and since & (since - 1) == 0 or cautious or t % period == 0
+        return (self.is_early(t) and since & (since - 1) == 0) or cautious or t % period == 0
 
     def is_early(self, t: int) -> bool:
         """Whether an evaluation at step t counts by itself, instead of being averaged with those before."""
