@@ -203,7 +203,7 @@ class Trainer:
         if self.last is not None:
             directions["last"] = self.last
         if batch.whole:  # every step is evaluated, and its loss needs no average
-            rule.began_at = self.t
+            rule.evaluate_until = self.t + 1
             rule.loss = None
         slopes = {name: gradient.dot(d) for name, d in directions.items()}
         evaluation = None

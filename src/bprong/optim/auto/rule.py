@@ -10,7 +10,7 @@ forward-mode AD (Martens & Grosse 2015, section 6). These measures make it safe 
 - Bounds: ½dᵀFd, the change of the predictions, is at most a part of the loss, and −α ∇LᵀΔ at most twice the loss.
 - Damping: λ, split between Ž and D by their mean eigenvalues, rises if the loss fell by much less than the model
   predicted, and falls slowly if the prediction was good; on a plateau, where λ alone limits the step, fast.
-- Averages: α, β and μ are averaged over evaluations: steps 0, 1, 2, 4 and 8, every tenth, later as run time allows.
+- Averages: α, β and μ are averaged over evaluations: the first ten steps, every tenth, later as run time allows.
 - Progress: spectral steps are halved while losses fall by much less than steps promise, which is what noise does to
   steps that each go as far as they can.
 - Undo: if the loss blew up, the last update is undone, and the next ones go less far.
@@ -37,8 +37,8 @@ Parts = dict[str, float]  # by "whitened", "adam", "last": coefficients, slopes
 class AutoSettings:
     """The constants of the rule; docs/auto.md shows what happens without the mechanisms they belong to.
 
-    evaluate_every    the quadratic model is evaluated once in this many steps; before, at the start and after an undone
-                      update, at steps 0, 1, 2, 4, 8, …
+    evaluate_every    the quadratic model is evaluated at this many steps at the start and after an undone update, and
+                      then once in as many steps
     evaluate_share    the share of run time that evaluations may take after ten times as many steps: they are made less
                       often if they would take more
     evaluated_part    the part of a batch that an evaluation is made on,
@@ -191,7 +191,7 @@ class AutoState(Progress):
     slope_change     the predicted change of this slope by the step that was made: (Qc)_Δ
     curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
     ratio            of the actual to the predicted decrease; None: unknown
-    began_at         the step at which evaluations began: 0, or that after an undone update
+    evaluate_until   the step until which all are evaluated
     period           steps between evaluations that `evaluate_share` asks for; None: not known yet
     scale            of the user's loss relative to the mean −log p of a target
     highest_lr       the highest learning rate of all groups and steps
@@ -216,7 +216,7 @@ class AutoState(Progress):
     slope_change: float = 0.0
     curvature_ratio: float = 1.0
     ratio: float | None = None
-    began_at: int = 0
+    evaluate_until: int = SETTINGS.evaluate_every
     period: int | None = None
     scale: float = 1.0
     highest_lr: float = 0.0
@@ -246,12 +246,7 @@ class AutoRule(AutoState):
         every = self.settings.evaluate_every
         period = every if t < 10 * every else max(every, self.period or 0)
         cautious = self.caution < 1 and self.loss is not None
-        since = t - self.began_at
-        return (self.is_early(t) and since & (since - 1) == 0) or cautious or t % period == 0
-
-    def is_early(self, t: int) -> bool:
-        """Whether an evaluation at step t counts by itself, instead of being averaged with those before."""
-        return t < self.began_at + self.settings.evaluate_every
+        return t < self.evaluate_until or cautious or t % period == 0
 
     # Learning rates ---------------------------------------------------------------------------------------------------
 
@@ -379,7 +374,7 @@ class AutoRule(AutoState):
         c = minimiser(evaluation.curvature(self.lam), b, [limits.get(name, math.inf) for name in slopes])
         c = c * self._allowed_part(float(c[0]), float(c @ Q @ c) / 2, self.slope)
         coefficients = dict(zip(slopes, c.tolist(), strict=True))
-        self.coefficients = coefficients if self.is_early(t) else self._averaged(coefficients)
+        self.coefficients = coefficients if t < self.evaluate_until else self._averaged(coefficients)
 
     def _averaged(self, c: Parts) -> Parts:
         """The average of c with the coefficients before. α is clamped first, and afterwards at most twice its value."""
@@ -446,7 +441,7 @@ class AutoRule(AutoState):
         """After step t was undone: the next starts without momentum and goes less far, and more steps are evaluated."""
         bound = self._bound()
         part = self.settings.undone_part
-        self.began_at = t + 1
+        self.evaluate_until = t + 1 + self.settings.evaluate_every
         self.caution = max(1e-6, part * self.length / bound) if bound > 0 else part
         self.brake_safe = self.brake / 2
         self.brake *= part

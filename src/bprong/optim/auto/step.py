@@ -147,7 +147,7 @@ class Automatic(StepRule):
         rule = self.rule
         rates = self._relative_rates(gradients)
         if not rule.multiplier:
-            rule.began_at = gradients.t + 1
+            rule.evaluate_until = max(rule.evaluate_until, gradients.t + 2)  # evaluate the next one
             return
         last = _last_update_(gradients, rates, rule.settings.decay_rate * rule.multiplier)
         gradients = self._per_target(gradients)
