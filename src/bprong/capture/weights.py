@@ -157,13 +157,13 @@ def dotted(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def weight_matrix_of(name: str, layer: Any) -> WeightMatrix:
+def weight_matrix_of(name: str, layer: Any, limits: Limits | None = None) -> WeightMatrix:
     """The only weight of a layer: a module of torch's, or a whitened layer of the paper's network."""
     if hasattr(layer, "forward_blocks"):
         return WeightMatrix(
             name, layer.weight_dagger, layer.bias_dagger, layer.forward_blocks, layer.backward_blocks, module=layer
         )
-    return weight_matrices_of(name, layer)[0]
+    return weight_matrices_of(name, layer, limits)[0]
 
 
 def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[WeightMatrix]:
