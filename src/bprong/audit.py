@@ -91,13 +91,12 @@ def _factors_of(weight: WeightMatrix, measured: LayerMoments) -> FisherFactors:
     if not (finite(z) and errors.finite):
         raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
     values = float64_copy(errors.values)
-    if weight.module is not None:
-        z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-    if weight.module is not None and weight.module.R is not None:
-        R = float64_copy(weight.module.R)
-        values = values @ R.T
-        if not errors.as_rows:
-            values = R @ values
+    layer = weight.module
+    if layer is not None:
+        z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
+        if layer.R is not None:
+            R = float64_copy(layer.R)
+            values = values @ R.T if errors.as_rows else R @ values @ R.T
     z_bar = z if weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0)
     return FisherFactors(weight.name, z_bar, replace(errors, values=values))
 

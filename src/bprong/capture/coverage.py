@@ -141,7 +141,7 @@ def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Ten
     for prefix, module in model.named_modules():
         for name, p in module._parameters.items():
             holders.setdefault(p, {})[dotted(prefix, name)] = module
-    covered = {p for weight in covered_weights(model) for p in (weight.weight, weight.bias)}
+    covered = {p for weight in covered_weights(model) for p in weight.parameters}
     return {p: _reason(p, holders.get(p, {}), p in covered) for p in parameters}
 
 
