@@ -13,7 +13,7 @@ from bprong.linalg.moments import at_least_float32
 
 def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
     """Return a mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
-    rows = call.errors(delta).detach().flatten(1)
+    rows = call.errors(delta).detach()
     size = rows.to(at_least_float32(rows.dtype)).norm(dim=1)
     return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
 

@@ -252,14 +252,16 @@ class Sums:
         self.rows += indices.numel()
         self._scatter = counts if self._scatter is None else self._scatter + counts
 
-    def moments(self, weight: float | None = None) -> Moments:
-        """Return the moments of all rows; to be called once.
+    def moments(self, weight: float | None = None) -> Moments | None:
+        """Return the moments of all rows, or None if there are none; to be called once.
 
         weight: what they are divided by; None: the number of rows
 
         D is divided by the number of targets. Where one weight acts at many positions, the score of an example is the
         sum over positions, and so is its Fisher matrix: the mean over positions would lose a factor of their number.
         """
+        if self.rows == 0:
+            return None
         weight = float(self.rows) if weight is None else weight
         as_rows = self._scatter is None
         values = torch.cat(self._chunks) if self._scatter is None else self._scatter

@@ -203,7 +203,7 @@ class Layer:
         self.name = linear.name
         self.weight = linear.weight
         self.bias = linear.bias
-        self.parameters = [p for p in (linear.weight, linear.bias) if p is not None]
+        self.parameters = linear.parameters
         self.forward = Side("forward", linear.inputs, solver)
         self.backward = Side("backward", linear.outputs, solver)
         self.sides = (self.forward, self.backward) if backward else (self.forward,)
