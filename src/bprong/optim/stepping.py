@@ -66,7 +66,6 @@ class SteppingOptimizer(Optimizer):
     _takes_all: bool
     _started: float | None = None
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step with the gradients in `.grad`; returns the loss of the closure, if one is given.
 
@@ -75,7 +74,7 @@ class SteppingOptimizer(Optimizer):
         checkpoints ask for, and do not count as a step.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with uninterrupted():
+        with uninterrupted(), torch.no_grad():  # its end, interrupted, would leave gradients off
             self._step()
         return loss
 
