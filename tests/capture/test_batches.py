@@ -12,13 +12,12 @@ from torch import nn
 import bprong
 from bprong.capture.listener import own_pass
 from bprong.capture.own_pass import Subset, examples, rows_of
-from bprong.capture.recorder import Recorder
-from bprong.capture.tape import Batch, Head
+from bprong.capture.tape import Batch
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from helpers import mlp
 from layered import stepped
-from training import EXACT
+from training import EXACT, recorder_of
 
 x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 y = torch.arange(6) % 3
@@ -26,8 +25,7 @@ IGNORED = y.masked_fill(torch.arange(6) == 1, -100)
 
 
 def listening(model, loss="cross_entropy", **options):
-    declared = declared_loss(loss)
-    return Recorder(model, declared, Head(None, declared.functions), **options)
+    return recorder_of(model, declared_loss(loss), **options)
 
 
 # Which targets count --------------------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ def measure(
 class Meter:
     """Measures the layers of a model that are requested.
 
+    loss:      as it is declared
+    head:      finds the output that the loss is computed from
     request:   returns what is to be measured at this step
     recorded:  what the user's own forward passes have measured since the last step
     seconds:   the time spent, under "statistics"
@@ -134,8 +136,8 @@ class Meter:
         self.recorded: list[dict[str, LayerMoments]] = []
         self._seconds = seconds
         self._model = model
-        self._loss = loss
-        self._head = head
+        self.loss = loss
+        self.head = head
         self._ranks = ranks
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class Meter:
         request = self.request()
         device = output.values.device
         seed = self._seed(request, index)
-        is_ours = type(self._loss.likelihood).__module__.startswith("bprong.")
+        is_ours = type(self.loss.likelihood).__module__.startswith("bprong.")
         numbers = drawing(seed, device) if is_ours else random_numbers(self._model, seed)  # torch's own generator
         autocast = without_autocast(device.type)
         with timed(self._seconds, "statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
@@ -175,7 +177,7 @@ class Meter:
                 x = rows_of(batch.x, WHOLE, next(iter(weights)).weight.dtype)
                 request_again = replace(request, weights=weights, seed=self._seed(request, i))
                 with torch.enable_grad():
-                    again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)
+                    again = record(self._model, request_again, x, batch.y, batch.counted, self.head, batch.class_dim)
             measured.append({**(batch.measured or {}), **again})
         names = {weight.name for weight in request.weights}
         return {name: layer for name, layer in merged(measured).items() if name in names}
@@ -191,8 +193,8 @@ class Meter:
 
             def measure_output(returned: Any, y: Tensor | None = None) -> None:
                 if calls.recorded:
-                    targets = None if y is None else Targets.observed(self._loss, y)
-                    output = Output.of(self._head.find(returned))
+                    targets = None if y is None else Targets.observed(self.loss, y)
+                    output = Output.of(self.head.find(returned))
                     self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
                     calls.clear()
 

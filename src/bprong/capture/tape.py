@@ -235,9 +235,8 @@ class Tape:
     number:     which of the results of its operation it is
     retained:   tensors whose gradients the user may have asked to be retained
     losses:     the calls of loss functions that were given the output
-    gradient:   at the output, summed over the backward passes that reached it; 0: none has
+    gradients:  at the output, by the number of the backward pass that brought it, of the passes that count
     measured:   the moments of its layers
-    tasks:      the backward passes that count, in their order
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -249,9 +248,8 @@ class Tape:
     number: int = 0
     retained: Sequence[weakref.ref[Tensor]] = ()
     losses: list[LossCall] = field(default_factory=list)
-    gradient: Any = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
-    tasks: list[int] = field(default_factory=list)
 
     def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the model was called with, for a pass of our own: copies, which nobody changes meanwhile."""
@@ -273,17 +271,17 @@ class Tape:
         """Return the batch that the model was called with, with its output and targets."""
         batch = Batch(self.arguments, measured=self.measured)
         assert self.output is not None
-        arrived = [call for call in self.losses if call.count(self.tasks)]
+        arrived = [call for call in self.losses if call.count(self.gradients)]
         declared = [call for call in arrived if call.is_declared]
         losses = declared or [call for call in arrived if call.function in loss.functions]
         class_dim = loss.class_dim(self.output, losses[0].input if losses else None)
         output = laid_out(self.output, class_dim)
-        gradient = laid_out(self.gradient, class_dim)
+        gradient = laid_out(cast(Tensor, sum(self.gradients.values())), class_dim)
         targets = targets_of(loss.likelihood, losses, output, gradient) if losses else None
         reached = loss.likelihood.reached(gradient) if targets is None else None
         return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
 
-    def measure(self, meter: Meter, index: int, loss: Loss) -> None:
+    def measure(self, meter: Meter, index: int) -> None:
         """Measure the recorded calls on the user's graph, as if the user's backward pass had not begun.
 
         index: of the batch, since the last step
@@ -293,7 +291,7 @@ class Tape:
             self.calls = None
         if calls is None or self.output is None or calls.opaque or not self.output.numel():
             return
-        batch = self.batch(loss)
+        batch = self.batch(meter.loss)
         edge = GradientEdge(torch._C._current_autograd_node(), self.number)
         retained = [(t, t.grad) for t in (ref() for ref in self.retained) if t is not None and t.retains_grad]
         try:
