@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -97,7 +96,7 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
             state.append(vars(module))
         if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
             state += [p.detach() for p in module.parameters(recurse=False)]
-    restore = _restorers(state, set())
+    restorers = _restorers(state, set(map(id, model.parameters())))
     with random_numbers(model, seed):
         try:
             for hooks, key, _, source in hooks_of(model):
@@ -108,34 +107,40 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for function in restore:
-                    function()
+                for restore in restorers:
+                    restore()
 
 
-def _restorers(values: Iterable[Any], visited: set[int]) -> list[Callable[[], object]]:
-    """Return functions that give values, and what they contain, back their present contents."""
+def _restorers(values: Sequence[Any], visited: set[int]) -> list[Callable[[], object]]:
+    """Return functions that give values, and what they contain, back their present contents.
+
+    visited: the ids of those that are to be left out
+    """
     restorers: list[Callable[[], object]] = []
-    for value in values:
+    remaining = list(values)
+    for value in remaining:  # which grows meanwhile
         kind: Any = type(value)
         if kind in _IMMUTABLE or id(value) in visited:
             continue
         visited.add(id(value))
-        is_container, way = _way_of(kind)
-        if is_container and way and not value:  # as most containers of a module are
-            restorers.append(value.clear)
-        elif way and not (issubclass(kind, Tensor) and isinstance(value, nn.Parameter)):
-            contents_of, restore = way
-            restorers.append(partial(restore, value, contents_of(value)))
-        if is_container and value:
-            restorers += _restorers(list(value.values() if issubclass(kind, dict) else value), visited)
+        restorer_of = _way_of(kind)
+        if restorer_of is not None:
+            restorers.append(restorer_of(value))
+        if issubclass(kind, dict):
+            remaining += value.values()
+        elif issubclass(kind, (list, deque, set, tuple)):
+            remaining += value
     return restorers
 
 
 @cache
-def _way_of(kind: type[Any]) -> tuple[bool, tuple[Callable[[Any], Any], Callable[[Any, Any], object]] | None]:
-    """Return whether values of a type contain others; and what copies and what restores their contents, if any does."""
-    ways = [(contents_of, restore) for kinds, contents_of, restore in _RESTORED if issubclass(kind, kinds)]
-    return issubclass(kind, (dict, list, deque, set, tuple)), ways[0] if ways else None
+def _way_of(kind: Any) -> Callable[[Any], Callable[[], object]] | None:
+    """Return what makes restorers of values of a type, if their contents can change."""
+    return next((restorer_of for kinds, restorer_of in _RESTORED if issubclass(kind, kinds)), None)
+
+
+def _restorer_of_container(container: Any) -> Callable[[], object]:
+    return partial(_refill, container, container.copy()) if container else container.clear  # most have no contents
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -143,21 +148,22 @@ def _refill(container: Any, contents: Any) -> None:
     if isinstance(container, dict):
         for key in container.keys() - contents.keys():
             del container[key]
-        container.update(contents)
     else:
         container.clear()
-        (container.update if isinstance(container, set) else container.extend)(contents)
+    (container.extend if hasattr(container, "extend") else container.update)(contents)
 
 
 _IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}
-_RESTORED: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
-    (dict, dict, _refill),
-    ((list, deque, set), list, _refill),
-    (Tensor, Tensor.clone, Tensor.copy_),
-    (np.ndarray, np.copy, np.copyto),
-    ((torch.Generator, np.random.RandomState), methodcaller("get_state"), lambda g, state: g.set_state(state)),
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (np.random.Generator, attrgetter("bit_generator.state"), lambda g, state: setattr(g.bit_generator, "state", state)),
+_RESTORED: tuple[tuple[Any, Callable[[Any], Callable[[], object]]], ...] = (
+    ((dict, list, deque, set), _restorer_of_container),
+    (Tensor, lambda tensor: partial(tensor.copy_, tensor.clone())),
+    (np.ndarray, lambda array: partial(np.copyto, array, array.copy())),
+    ((torch.Generator, np.random.RandomState), lambda numbers: partial(numbers.set_state, numbers.get_state())),
+    (
+        np.random.Generator,
+        lambda numbers: partial(setattr, numbers.bit_generator, "state", numbers.bit_generator.state),
+    ),
+    (random.Random, lambda numbers: partial(numbers.setstate, numbers.getstate())),
 )
 
 
