@@ -100,8 +100,9 @@ def _marked(values: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
         return [torch.arange(length, device=values.device) >= values.unsqueeze(1) for length in longest]
     if values.numel() == 0:
         return []
-    high = values == values.amax()
-    if bool(high.all()) or not bool((high | (values == values.amin())).all()):
+    low, high = values.aminmax()
+    mask = values == high
+    if not bool((mask ^ (values == low)).all()):  # it does not have two values
         return []
-    mask = high if values.ndim == 2 else high.flatten(1, -2).any(dim=1)
+    mask = mask if values.ndim == 2 else mask.flatten(1, -2).any(dim=1)
     return [mask, ~mask]

@@ -233,7 +233,6 @@ class Tape:
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
     output:     a copy of it; None: there is none yet, or a step has used it
     number:     which of the results of its operation it is
-    retained:   tensors whose gradients the user may have asked to be retained
     losses:     the calls of loss functions that were given the output
     gradients:  at the output, by the number of the backward pass that brought it, of the passes that count
     measured:   the moments of its layers
@@ -246,7 +245,6 @@ class Tape:
     calls: Calls | None = None
     output: Tensor | None = None
     number: int = 0
-    retained: Sequence[weakref.ref[Tensor]] = ()
     losses: list[LossCall] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
@@ -264,8 +262,7 @@ class Tape:
         self.output = copy_of_output(output)
         self.number = output.output_nr
         if self.calls is not None:
-            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
-            self.retained = [*self.calls.retained, *map(weakref.ref, tensors)]
+            self.calls.retained += [weakref.ref(leaf) for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
 
     def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
@@ -293,15 +290,11 @@ class Tape:
             return
         batch = self.batch(meter.loss)
         edge = GradientEdge(torch._C._current_autograd_node(), self.number)
-        retained = [(t, t.grad) for t in (ref() for ref in self.retained) if t is not None and t.retains_grad]
         try:
             self.measured = meter.measure(index, Output(self.output, edge, batch.class_dim), calls, batch)
         except RuntimeError as reason:
             if "compiled" not in str(reason):  # compiled functions run backward only once
                 raise
-        finally:
-            for tensor, before in retained:
-                tensor.grad = before
 
     def release(self) -> None:
         """Forget all, since a step has used it. The user may still hold on to the output, and its hook to this."""
