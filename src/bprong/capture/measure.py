@@ -194,7 +194,8 @@ class Meter:
             def measure_output(returned: Any, y: Tensor | None = None) -> None:
                 if calls.recorded:
                     targets = None if y is None else Targets.observed(self.loss, y)
-                    output = Output.of(self.head.find(returned))
+                    tensor = self.head.find(returned)
+                    output = Output.of(tensor, self.loss.class_dim(tensor, None))
                     self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
                     calls.clear()
 
