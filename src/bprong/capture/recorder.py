@@ -30,7 +30,7 @@ from bprong.capture.observed import NO_BATCH, unseen_loss, with_observed
 from bprong.capture.tape import Batch, Tape, nodes_behind
 from bprong.errors import warn
 from bprong.likelihood.loss import LossCall
-from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
+from bprong.parallel.processes import ALIKE, Ranks, local
 from bprong.parallel.slices import leaves
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
@@ -342,7 +342,7 @@ class GradientScale:
         if ranks.size > 1:
             sizes, all_lowest, all_highest = ranks.table([sum(before), lowest, highest]).unbind(dim=1)
             # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
-            if not (any(map(is_sliced, gradients.values())) or torch.allclose(sizes, sizes[:1], rtol=ALIKE)):
+            if not (ranks.sharded or torch.allclose(sizes, sizes[:1], rtol=ALIKE)):
                 return sum(now), 1.0
             lowest = float(all_lowest.min())
             highest = float(all_highest.max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -251,10 +251,9 @@ class Tape:
 
     def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the model was called with, for a pass of our own: copies, which nobody changes meanwhile."""
-        device = next((p.device.type for p in model.parameters()), "cpu")
+        device = next(model.parameters()).device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        args, kwargs = tree_map(copy_of, (args, kwargs))
-        self.arguments = Arguments(args, kwargs, autocast)
+        self.arguments = Arguments(tree_map(copy_of, args), tree_map(copy_of, kwargs), autocast)
         self.recording.enter_context(noted_hooks(model))
 
     def wait_at(self, output: Tensor, returned: Any) -> None:
@@ -266,17 +265,16 @@ class Tape:
 
     def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
-        batch = Batch(self.arguments, measured=self.measured)
-        assert self.output is not None
+        returned = cast(Tensor, self.output)
         arrived = [call for call in self.losses if call.count(self.gradients)]
         declared = [call for call in arrived if call.is_declared]
         losses = declared or [call for call in arrived if call.function in loss.functions]
-        class_dim = loss.class_dim(self.output, losses[0].input if losses else None)
-        output = laid_out(self.output, class_dim)
+        class_dim = loss.class_dim(returned, losses[0].input if losses else None)
+        output = laid_out(returned, class_dim)
         gradient = laid_out(cast(Tensor, sum(self.gradients.values())), class_dim)
         targets = targets_of(loss.likelihood, losses, output, gradient) if losses else None
         reached = loss.likelihood.reached(gradient) if targets is None else None
-        return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
+        return Batch(self.arguments, output, class_dim, targets, reached, self.measured)
 
     def measure(self, meter: Meter, index: int) -> None:
         """Measure the recorded calls on the user's graph, as if the user's backward pass had not begun.
