@@ -286,7 +286,6 @@ def _stand_in(end: Callable[..., Tensor], kind: Kind) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or not _WATCHERS:
             return value
         named = dict(zip(kind.options, args, strict=False)) | kwargs
-        named = {name: option for name, option in named.items() if option is not None}
         named["reduction"] = REDUCTIONS[named.get("reduction", 1)]
         if kind.function is F.mse_loss and target.requires_grad and not input.requires_grad:  # it is symmetric
             input, target = target, input

@@ -219,7 +219,7 @@ class Subset:
         if self.everything:
             return tensor
         chosen = torch.arange(self.count, device=tensor.device) * self.whole // self.count
-        return tensor.reshape(self.whole, len(tensor) // self.whole, *tensor.shape[1:])[chosen].flatten(0, 1)
+        return torch.unflatten(tensor, 0, (self.whole, -1))[chosen].flatten(0, 1)
 
 
 WHOLE = Subset(1, 1)  # of any batch

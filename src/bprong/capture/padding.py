@@ -58,14 +58,13 @@ def _placed(call: Call, targets: Tensor, reached: Tensor) -> Tensor:
 
     targets: (examples, positions) which count; reached: (rows,) those that errors came back to
     """
-    examples = targets.any(dim=1)
-    each = len(reached) // len(examples)
-    layouts = [reached]
-    if len(reached) == targets.numel():
-        layouts = [targets.flatten(), targets.T.flatten()]
-    elif len(reached) == each * len(examples) and len(examples) in call.shape[: call.feature_dim][:2]:
-        layouts = [examples.repeat_interleave(each), examples.repeat(each)]
+    each = len(reached) // len(targets)
+    if each != targets.shape[1] and len(targets) in call.shape[: call.feature_dim][:2]:
+        targets = targets.any(dim=1, keepdim=True).expand(-1, each)  # those of whole examples
+    if targets.numel() != len(reached):
+        return reached
     # Batch-first or time-first? Take the layout that agrees with most of the rows that errors came back to.
+    layouts = (targets.flatten(), targets.T.flatten())
     return max(layouts, key=lambda layout: int((layout & reached).sum()))
 
 

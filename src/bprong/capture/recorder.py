@@ -27,7 +27,7 @@ from bprong.capture.calls import recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
 from bprong.capture.observed import NO_BATCH, unseen_loss, with_observed
-from bprong.capture.tape import Batch, Tape, nodes_behind
+from bprong.capture.tape import Batch, Tape, copy_of_output, nodes_behind
 from bprong.errors import warn
 from bprong.likelihood.loss import LossCall
 from bprong.parallel.processes import ALIKE, Ranks, local
@@ -135,7 +135,11 @@ class Recorder:
     def _wait(self, tape: Tape, output: Tensor, returned: Any) -> None:
         """Wait for a backward pass at the output."""
         self._waits = True
-        tape.wait_at(output, returned)
+        tape.output = copy_of_output(output)
+        tape.number = output.output_nr
+        if tape.calls is not None:
+            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+            tape.calls.retained += map(weakref.ref, tensors)
         cast(Any, output.grad_fn).metadata[id(self)] = weakref.ref(tape)  # for a loss to find the call
         hook = partial(_tell, weakref.WeakMethod(self.arrive), tape)  # no tensor, which would be a cycle
         output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -178,11 +182,10 @@ class Recorder:
         tape.gradients[task] = gradient.detach().clone()  # of which autograd may make somebody's `.grad`
         if accumulates and self.reads:
             self.scale.expect(self.model.parameters())
-        if tape.calls is not None:
-            tape.measure(self.meter, len(self.reached) - 1)
-            measured = (tape.measured or {}).values()
-            if measured and not self.keeps and all(layer.called for layer in measured):
-                tape.arguments = None
+        tape.measure(self.meter, len(self.reached) - 1)
+        measured = (tape.measured or {}).values()
+        if measured and not self.keeps and all(layer.called for layer in measured):
+            tape.arguments = None
 
     def _sort_reached(self, task: int) -> None:
         """When a backward pass arrives: drop calls whose gradients were thrown away; add the moments of others up."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
@@ -255,13 +254,6 @@ class Tape:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.arguments = Arguments(tree_map(copy_of, args), tree_map(copy_of, kwargs), autocast)
         self.recording.enter_context(noted_hooks(model))
-
-    def wait_at(self, output: Tensor, returned: Any) -> None:
-        """Note the output of the call, where a backward pass is to arrive; returned: by the model."""
-        self.output = copy_of_output(output)
-        self.number = output.output_nr
-        if self.calls is not None:
-            self.calls.retained += [weakref.ref(leaf) for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
 
     def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
