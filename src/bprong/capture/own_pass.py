@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -91,12 +92,14 @@ def _call(model: nn.Module, x: Any) -> Any:
 def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Use separate random numbers, and restore the state of all modules afterwards."""
     state: list[Any] = [*GLOBAL_HOOKS]
+    parameters: set[int] = set()
     for module in model.modules():
+        parameters.update(map(id, module._parameters.values()))
         if not getattr(module, "buffers_are_constant", False):
             state.append(vars(module))
         if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
             state += [p.detach() for p in module.parameters(recurse=False)]
-    restorers = _restorers(state, set(map(id, model.parameters())))
+    restorers = _restorers(state, parameters)
     with random_numbers(model, seed):
         try:
             for hooks, key, _, source in hooks_of(model):
@@ -123,24 +126,23 @@ def _restorers(values: Sequence[Any], visited: set[int]) -> list[Callable[[], ob
         if kind in _IMMUTABLE or id(value) in visited:
             continue
         visited.add(id(value))
-        restorer_of = _way_of(kind)
-        if restorer_of is not None:
-            restorers.append(restorer_of(value))
-        if issubclass(kind, dict):
-            remaining += value.values()
-        elif issubclass(kind, (list, deque, set, tuple)):
-            remaining += value
+        is_container = issubclass(kind, (dict, list, deque, set, tuple))
+        way = _way_of(kind)
+        if way and is_container and not value:  # as most containers of a module are
+            restorers.append(value.clear)
+            continue
+        if way:
+            contents_of, restore = way
+            restorers.append(partial(restore, value, contents_of(value)))
+        if is_container:
+            remaining += value.values() if issubclass(kind, dict) else value
     return restorers
 
 
 @cache
-def _way_of(kind: Any) -> Callable[[Any], Callable[[], object]] | None:
-    """Return what makes restorers of values of a type, if their contents can change."""
-    return next((restorer_of for kinds, restorer_of in _RESTORED if issubclass(kind, kinds)), None)
-
-
-def _restorer_of_container(container: Any) -> Callable[[], object]:
-    return partial(_refill, container, container.copy()) if container else container.clear  # most have no contents
+def _way_of(kind: Any) -> Sequence[Callable[..., Any]]:
+    """Return what copies and what restores the contents of values of a type; nothing, if they do not change."""
+    return next((way for kinds, *way in _RESTORED if issubclass(kind, kinds)), [])
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -154,16 +156,14 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 _IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}
-_RESTORED: tuple[tuple[Any, Callable[[Any], Callable[[], object]]], ...] = (
-    ((dict, list, deque, set), _restorer_of_container),
-    (Tensor, lambda tensor: partial(tensor.copy_, tensor.clone())),
-    (np.ndarray, lambda array: partial(np.copyto, array, array.copy())),
-    ((torch.Generator, np.random.RandomState), lambda numbers: partial(numbers.set_state, numbers.get_state())),
-    (
-        np.random.Generator,
-        lambda numbers: partial(setattr, numbers.bit_generator, "state", numbers.bit_generator.state),
-    ),
-    (random.Random, lambda numbers: partial(numbers.setstate, numbers.getstate())),
+_RESTORED: tuple[tuple[Any, ...], ...] = (
+    (dict, dict, _refill),
+    ((list, deque, set), list, _refill),
+    (Tensor, Tensor.clone, Tensor.copy_),
+    (np.ndarray, np.copy, np.copyto),
+    ((torch.Generator, np.random.RandomState), methodcaller("get_state"), lambda g, state: g.set_state(state)),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.Generator, attrgetter("bit_generator.state"), lambda g, state: setattr(g.bit_generator, "state", state)),
 )
 
 
