@@ -44,7 +44,7 @@ class Recorder:
     trained:   the parameters that are trained
     reads:     whether the targets of every batch are needed, even if nothing is measured
     keeps:     whether the arguments of calls are kept until the next step
-    observed:  the batches given by `observe`, which are measured instead of the calls
+    observed:  the batches (x, y) given by `observe`, which are measured at the next step instead of the calls
     scale:     compares gradients at the end of backward passes with those at the step
 
     Copies and pickles contain no batches and put a hook of their own on their model.
@@ -80,10 +80,6 @@ class Recorder:
     def stop_watching(self) -> None:
         """Look at calls of loss functions no longer, until the model is called again."""
         unwatch(id(self))
-
-    def observe(self, x: Any, y: Tensor | None = None) -> None:
-        """Measure this batch at the next step, instead of the calls of the model."""
-        self.observed.append((x, y))
 
     def forget(self) -> None:
         """Forget all batches: they were used, or the step was refused."""
@@ -335,10 +331,10 @@ class GradientScale:
         """
         noted = self._noted
         self._noted = {}
-        pairs = [(norm, noted.get(p, norm.new_zeros(()))) for p, norm in _norms(gradients).items()]
-        device = pairs[0][0].device
-        numbers = torch.stack([norm.to(device) for pair in pairs for norm in pair]).tolist()
-        now, before = numbers[::2], numbers[1::2]
+        norms = _norms(gradients)
+        tensors = [*norms.values(), *(noted.get(p, torch.zeros_like(norm)) for p, norm in norms.items())]
+        numbers = torch.stack([norm.to(tensors[0].device) for norm in tensors]).tolist()
+        now, before = numbers[: len(norms)], numbers[len(norms) :]
         ratios = [a / b for a, b in zip(now, before, strict=True) if 0 < a < math.inf and 0 < b < math.inf]
         lowest = min(ratios, default=math.inf)
         highest = max(ratios, default=0.0)
@@ -349,7 +345,7 @@ class GradientScale:
                 return sum(now), 1.0
             lowest = float(all_lowest.min())
             highest = float(all_highest.max())
-        tolerance = max(ROUNDING, 4 * max(torch.finfo(norm.dtype).eps for norm, _ in pairs))
+        tolerance = max(ROUNDING, 4 * max(torch.finfo(norm.dtype).eps for norm in norms.values()))
         return sum(now), None if highest > (1 + tolerance) * lowest else highest or 1.0
 
 

@@ -118,10 +118,10 @@ class Output:
 
     tensor: Tensor
     edge: GradientEdge | None
-    class_dim: int | None = None
+    class_dim: int | None
 
     @classmethod
-    def of(cls, output: Tensor, class_dim: int | None = None) -> Output:
+    def of(cls, output: Tensor, class_dim: int | None) -> Output:
         edge = get_gradient_edge(output) if output.requires_grad else None
         return cls(copy_of_output(output), edge, class_dim)
 

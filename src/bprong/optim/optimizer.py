@@ -210,7 +210,7 @@ class BPRONG(SteppingOptimizer):
         For training in eval mode, for models that are called through a wrapper, and for fisher="empirical", which
         needs y.
         """
-        self._recorder.observe(x, y)
+        self._recorder.observed.append((x, y))
 
     def recording(self) -> AbstractContextManager[Callable[..., None]]:
         """For models that are not called as model(x): measures a forward pass of your own.
