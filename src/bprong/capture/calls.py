@@ -128,7 +128,7 @@ class Calls(list[Call]):
     behind:   the operation that computed the input of each call, by the operation that computed its output
     called:   the names of weights that were called, if only without any row, as experts that were given no example
     masks:    tensors that may be masks of positions: what the model and its attention are given
-    retained: the tensors whose gradients were asked to be retained
+    retained: the tensors whose gradients the user may have asked to be retained
     formulas: whether cells are computed by their formulas, so that they are recorded
     opaque:   whether some of the calls are in a reentrant checkpoint, whose graph cannot be used
     """
@@ -155,12 +155,16 @@ class Calls(list[Call]):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Send errors back through the graph of these calls without calling the user's backward hooks."""
+        """Send errors back through the graph of these calls: no hook of the user's is called, no gradient retained."""
+        tensors = [tensor for tensor in (reference() for reference in self.retained) if tensor is not None]
+        retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
         self._measuring.set()
         try:
             yield
         finally:
             self._measuring.clear()
+            for tensor, gradient in retained:
+                tensor.grad = gradient
 
     def quieted(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a backward hook that does nothing while errors of ours are sent back."""

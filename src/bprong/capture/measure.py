@@ -122,6 +122,8 @@ def measure(
 class Meter:
     """Measures the layers of a model that are requested.
 
+    loss:      as it is declared
+    head:      finds the output that the loss is computed from
     request:   returns what is to be measured at this step
     seconds:   the time spent, under "statistics"
     recorded:  what the user's own forward passes have measured since the last step
@@ -189,7 +191,8 @@ class Meter:
             def measure_output(returned: Any, y: Tensor | None = None) -> None:
                 if calls.recorded:
                     targets = None if y is None else Targets.observed(self.loss, y)
-                    output = Output.of(self.head.find(returned))
+                    tensor = self.head.find(returned)
+                    output = Output.of(tensor, self.loss.class_dim(tensor, None))
                     self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
                     calls.clear()
 

@@ -166,10 +166,7 @@ class BPRONG(SteppingOptimizer):
         self._meter = Meter(
             self._model, self._loss, head, self._whitening.request, self._whitening.seconds, self._ranks
         )
-        self._recorder = Recorder(
-            model, self._loss, head, self._meter,
-            self._rule.reads_every_batch, self._rule.reruns(0),
-        )  # fmt: skip
+        self._recorder = Recorder(model, self._meter, self._rule.reads_every_batch, self._rule.reruns(0))
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
         self._forget()
@@ -213,7 +210,7 @@ class BPRONG(SteppingOptimizer):
         For training in eval mode, for models that are called through a wrapper, and for fisher="empirical", which
         needs y.
         """
-        self._recorder.observe(x, y)
+        self._recorder.observed.append((x, y))
 
     def recording(self) -> AbstractContextManager[Callable[..., None]]:
         """For models that are not called as model(x): measures a forward pass of your own.
