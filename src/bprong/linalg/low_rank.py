@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, Factor, eigenpairs
+from bprong.linalg.factors import Damping, Dense, Factor, eigenpairs
 from bprong.linalg.moments import Blocks, Moments, random_directions
 
 # Low rank pays for small ranks. A step through a side of d features, with n rows on the other side, takes 2nd²
@@ -65,19 +65,13 @@ class LowRank(Factor):
             Ž+ε: ‖E W^½‖ / ‖W^½‖ with E = (Ž+ε)^½ M (Ž+ε)^½ − I, W = (Ž+ε)^-½ Ž (Ž+ε)^-½
     """
 
-    kind = 2
-
     def __init__(self, B: Tensor, s: float, error: float = 0.0) -> None:
         self.B = B
         self.tensor = B
         self.s = s
         self.error = error
-        self.numbers = (s, error)
+        self.numbers = (B.shape[1], s, error)
         self.cost = 4 * B.shape[1]
-
-    @classmethod
-    def of(cls, tensor: Tensor, blocks: Blocks, numbers: Sequence[float]) -> LowRank:
-        return cls(tensor, *numbers)
 
     def left(self, M: Tensor) -> Tensor:
         B = self.B.to(M.dtype)
@@ -97,6 +91,16 @@ class LowRank(Factor):
 
     def __str__(self) -> str:
         return f"rank {self.B.shape[1]} of"
+
+
+def restored(numbers: Sequence[float], tensor: Tensor, blocks: Blocks) -> Factor:
+    """Return the factor, of either form, that has these numbers.
+
+    tensor: its tensor, or a wider one of which this is the first columns
+    """
+    columns, s, error = numbers
+    tensor = tensor[..., : int(columns)].contiguous()
+    return LowRank(tensor, s, error) if s else Dense(tensor, blocks)
 
 
 def factor_by_low_rank(

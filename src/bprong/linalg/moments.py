@@ -147,6 +147,11 @@ class Moments:
             return self.values.to(torch.float64).square().sum(dim=0) / self.weight
         return diagonal(self.values).to(torch.float64) / self.weight
 
+    @cached_property
+    def mean_eigenvalue(self) -> float:
+        """The mean eigenvalue of Ž or D."""
+        return float(self.variances.mean())
+
     def thinned(self) -> Moments:
         """Return the moments of each feature alone, as those of a block of its own; another process has the rest."""
         mean = None if self.mean is None else self.mean.reshape(-1, 1)

@@ -15,8 +15,8 @@ from torch import Tensor
 from bprong.capture.request import LayerMoments
 from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError
-from bprong.linalg.factors import DESCRIPTION, Damping, Elsewhere, Factor, described, described_shape, description
-from bprong.linalg.low_rank import Backoff
+from bprong.linalg.factors import NO_FACTOR, Damping, Factor
+from bprong.linalg.low_rank import Backoff, restored
 from bprong.linalg.moments import Blocks, Moments, add_outer, float64_device
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced
 from bprong.whitening.layer import Layer, Side
@@ -33,7 +33,7 @@ FLAGS = (
     "targets",
     "computed",
 )  # exchanged about each layer of each rank
-NUMBERS = DESCRIPTION + 3  # exchanged about each factor: its description, its cost and the backoff of its side
+NUMBERS = 5  # exchanged about each factor: those that restore it from its tensor, and the backoff of its side
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
@@ -146,36 +146,37 @@ def _common_mean(weights: Tensor, means: Tensor) -> Tensor:
 def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
     """Return the factors of all sides, each from its owner, and take over whether the owner will try low rank again.
 
-    If the model is sharded, factors stay with their owners, and the other ranks know what they cost.
+    If the model is sharded, the tensors of factors stay with their owners.
     """
-    computed: dict[Side, Factor] = {}
-    failures: dict[Side, WhiteningError] = {}
+    factors: dict[Side, Factor | WhiteningError] = {}
     with ranks.exchange(NUMBERS * len(pending)) as rows:
         row: list[float] = []
         for side, (layer, moments, epsilon) in pending.items():
+            numbers = NO_FACTOR
             try:
                 if ranks.is_own(layer.name):
-                    computed[side] = side.solve(moments, epsilon, layer.like)
+                    factor = side.solve(moments, epsilon, layer.like)
+                    factors[side] = factor
+                    numbers = factor.numbers
             except WhiteningError as reason:
-                failures[side] = reason
-            factor = computed.get(side)
-            row += [*description(factor), *astuple(side.backoff), 0 if factor is None else factor.cost]
+                factors[side] = reason
+            row += [*numbers, *astuple(side.backoff)]
         rows.append(row)
-    factors: dict[Side, Factor | WhiteningError] = {}
+    device = "meta" if ranks.sharded else None
     for i, (side, (layer, *_)) in enumerate(pending.items()):
         owner = ranks.owners[layer.name]
-        *numbers, skip, next_skip, cost = rows[owner][i * NUMBERS : (i + 1) * NUMBERS]
+        *of_factor, skip, next_skip = rows[owner][i * NUMBERS : (i + 1) * NUMBERS]
         side.backoff = Backoff(int(skip), int(next_skip))
-        factor = computed.get(side)
-        if not cost:
-            failure = WhiteningError(f"rank {owner}, which factors it, could not do so")
-            factors[side] = failures.get(side, failure)
-        elif ranks.sharded:
-            factors[side] = factor or Elsewhere(owner, int(cost))
-        else:
-            tensor = layer.like.new_empty(described_shape(numbers)) if factor is None else factor.tensor
+        columns = int(of_factor[0])
+        if columns == 0:
+            factors.setdefault(side, WhiteningError(f"rank {owner}, which factors it, could not do so"))
+            continue
+        result = factors.get(side)
+        shape = (*side.blocks.shape[:-1], columns)
+        tensor = result.tensor if isinstance(result, Factor) else layer.like.new_empty(shape, device=device)
+        if not ranks.sharded:
             tensor = ranks.received(tensor, owner)
-            factors[side] = factor or cast(Factor, described(numbers, tensor, side.blocks))
+        factors[side] = result or restored(of_factor, tensor, side.blocks)
     return factors
 
 
@@ -204,7 +205,7 @@ def share_layers(layers: Layers, ranks: Ranks) -> None:
         parameters |= dict.fromkeys(layer.parameters, owner)
         if ranks.sharded and owner != ranks.rank:
             for side in layer.sides:
-                side.leave_to(owner)
+                side.leave_to_owner()
     if ranks.sharded:
         ranks.parameters = parameters
         layers.sharding = ranks

@@ -176,10 +176,12 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
 
     >>> from bprong.capture.weights import weight_matrices_of
     >>> from bprong.linalg.factors import Dense
+    >>> from bprong.linalg.moments import Moments
     >>> layer = Layer(weight_matrices_of("", torch.nn.Linear(784, 100))[0])
-    >>> layer.forward.observations = 100.0
     >>> for side in layer.sides:
-    ...     side.factor = Dense(torch.eye(side.blocks.size), side.blocks)
+    ...     second = torch.eye(side.blocks.size)
+    ...     side.moments = Moments(100.0, None, second)
+    ...     side.factor = Dense(second, side.blocks)
     >>> [period_for([layer], share) for share in (0.05, 0.1, 0.2)]
     [246, 117, 52]
     """

@@ -111,8 +111,6 @@ class Rival:
             refreshed = []
             for side, example in zip(layer.sides, leader.sides, strict=True):
                 side.moments = example.moments
-                side.mean_eigenvalue = example.mean_eigenvalue
-                side.observations = example.observations
                 if side.moments is not None and (side.factor is None or example.refreshed_at == t):
                     refreshed.append(side)
             for side in refreshed:  # once the sizes of both sides are known
