@@ -65,11 +65,6 @@ class Blocks:
         """The number of entries of the second moment."""
         return self.groups * self.count * self.size**2
 
-    @property
-    def cost(self) -> float:
-        """What factoring the second moment costs, up to a constant: the cube of the size, for each block."""
-        return float(self.entries * self.size)
-
     def __str__(self) -> str:
         """
         >>> [str(blocks) for blocks in (Blocks(784), Blocks(9, groups=32), Blocks(1, 500), Blocks(250, 200))]

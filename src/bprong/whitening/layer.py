@@ -204,6 +204,11 @@ class Layer:
         self._warned: set[str] = set()
 
     @property
+    def cost(self) -> dict[str, int]:
+        """What whitening it takes (`WeightMatrix.cost`)."""
+        return self.linear.cost(backward=self.backward in self.sides)
+
+    @property
     def like(self) -> Tensor:
         """What factors and centres are stored like: the weight, in the precision that they are computed in."""
         return torch.empty(0, dtype=at_least_float32(self.weight.dtype), device=self.weight.device)

@@ -46,7 +46,7 @@ class Layers(dict[str, Layer]):
 
     def is_own(self, layer: Layer) -> bool:
         """Whether this process has the factors of a layer."""
-        return self.sharding is None or self.sharding.is_own(layer.name)
+        return self.sharding is None or self.sharding.is_own(layer.weight)
 
     def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
         """The preconditioned gradients by parameter, in ordinary coordinates.

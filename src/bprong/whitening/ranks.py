@@ -6,7 +6,8 @@ A process that trains alone calls nothing of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
+from functools import partial
 from typing import cast
 
 import torch
@@ -53,22 +54,22 @@ def measured_by_all(
     replicated:  tensors that must be the same on all ranks: their gradients, or their parameters
     """
     measured: dict[str, LayerMoments] = {}
-    with ranks.exchange(3 + len(FLAGS) * len(weights)) as rows:
+    with ranks.exchange(2 + len(FLAGS) * len(weights)) as rows:
         measured |= measure()
         tensors = [tensor.detach() for tensor in replicated if not (tensor is None or is_sliced(tensor))]
         size = sum(map(float, torch._foreach_norm(tensors))) if tensors else 0.0
-        row = [*divmod(schedule.base_seed, 2**32), size]
+        row = [schedule.base_seed, size]
         for weight in weights:
             row += _flags(measured.get(weight.name))
         rows.append(row)
     table = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    if not torch.allclose(table[:, 2], table[:1, 2], rtol=ALIKE, equal_nan=True):
+    if not torch.allclose(table[:, 1], table[:1, 1], rtol=ALIKE, equal_nan=True):
         raise RuntimeError(
             f"the gradients or parameters of {ranks.size} processes differ: each would train a model of its own. "
             f"Wrap the model in torch.nn.parallel.DistributedDataParallel, or average gradients before each step"
         )
-    schedule.base_seed = int(table[0, 0]) * 2**32 + int(table[0, 1])
-    flags = table[:, 3:].view(ranks.size, len(weights), len(FLAGS))
+    schedule.base_seed = int(table[0, 0])
+    flags = table[:, 2:].view(ranks.size, len(weights), len(FLAGS))
     of_all = {}
     for i, (weight, centred) in enumerate(weights.items()):
         if flags[:, i, 0].any():
@@ -93,23 +94,25 @@ def _merged(ranks: Ranks, weight: WeightMatrix, measured: LayerMoments, flags: T
     """
     _, rows, errors, called, unexplained, targets, computed = flags.sum(dim=0).tolist()
     of_all = LayerMoments(None, None, called > 0, unexplained > 0, int(targets), measured.probe)
-    device = float64_device(weight.weight)
+    merged = partial(_merged_moments, ranks, float64_device(weight.weight))
     if rows:
-        of_all.z = _merged_moments(ranks, measured.z, weight.inputs, flags[:, 1], centred, device)
-        if not computed:
-            zeros = of_all.z.values.new_zeros(2, *weight.inputs.shape[:-1])
-            tails = zeros if measured.z is None else cast(Tensor, measured.z.tails)
-            of_all.z = replace(of_all.z, tails=ranks.sum_(tails))
+        of_all.z = merged(measured.z, weight.inputs, flags[:, 1], centred, not computed)
     if errors:  # where they do not reach the layer, they are zero
-        of_all.delta = _merged_moments(ranks, measured.delta, weight.outputs, flags[:, 5], False, device)
-    if ranks.sharded and not ranks.is_own(weight.name):
+        of_all.delta = merged(measured.delta, weight.outputs, flags[:, 5])
+    if ranks.sharded and not ranks.is_own(weight.weight):
         of_all.z = of_all.z and of_all.z.thinned()
         of_all.delta = of_all.delta and of_all.delta.thinned()
     return of_all
 
 
 def _merged_moments(
-    ranks: Ranks, moments: Moments | None, blocks: Blocks, weights: Tensor, centred: bool, device: torch.device
+    ranks: Ranks,
+    device: torch.device,
+    moments: Moments | None,
+    blocks: Blocks,
+    weights: Tensor,
+    centred: bool = False,
+    tails: bool = False,
 ) -> Moments:
     """Return the moments of the observations of all ranks; weights: (ranks,).
 
@@ -117,17 +120,19 @@ def _merged_moments(
     sent, although it is symmetric, and to all ranks, although one may own it: that is up to twice and R times the bytes
     that are needed, at refreshes only.
     """
-    scatter = torch.zeros(blocks.shape, dtype=torch.float64, device=device)
-    mean = scatter.new_zeros(blocks.shape[:-1]) if centred else None
-    if moments is not None:
-        scatter = moments.copy().values
-        mean = None if moments.mean is None else moments.mean.to(scatter)
+    if moments is None:
+        scatter = torch.zeros(blocks.shape, dtype=torch.float64, device=device)
+        zeros = scatter[..., 0].clone()
+        moments = Moments(0.0, zeros if centred else None, scatter, tails=torch.stack([zeros, zeros]))
+    scatter = moments.copy().values
+    mean = moments.mean
     if mean is not None:
         common = _common_mean(weights.to(mean), ranks.gathered(mean).flatten(1)).view_as(mean)
         shift = mean - common
         add_outer(scatter, shift, shift, float(weights[ranks.rank]), out=scatter)
         mean = common
-    return Moments(float(weights.sum()), mean, ranks.sum_(scatter))
+    sums = ranks.sum_(cast(Tensor, moments.tails)) if tails else None
+    return Moments(float(weights.sum()), mean, ranks.sum_(scatter), tails=sums)
 
 
 def _common_mean(weights: Tensor, means: Tensor) -> Tensor:
@@ -154,7 +159,7 @@ def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | Whiten
         for side, (layer, moments, epsilon) in pending.items():
             numbers = NO_FACTOR
             try:
-                if ranks.is_own(layer.name):
+                if ranks.is_own(layer.weight):
                     factor = side.solve(moments, epsilon, layer.like)
                     factors[side] = factor
                     numbers = factor.numbers
@@ -164,7 +169,7 @@ def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | Whiten
         rows.append(row)
     device = "meta" if ranks.sharded else None
     for i, (side, (layer, *_)) in enumerate(pending.items()):
-        owner = ranks.owners[layer.name]
+        owner = ranks.owners[layer.weight]
         *of_factor, skip, next_skip = rows[owner][i * NUMBERS : (i + 1) * NUMBERS]
         side.backoff = Backoff(int(skip), int(next_skip))
         columns = int(of_factor[0])
@@ -189,23 +194,16 @@ def share_layers(layers: Layers, ranks: Ranks) -> None:
     The costliest layer is assigned first, to the rank that has the least to do; layers that share a parameter have one
     owner.
     """
-    new = {}
-    parameters: dict[Tensor, int] = {}
-    for layer in layers.values():
-        if layer.name in ranks.owners:
-            parameters |= dict.fromkeys(layer.parameters, ranks.owners[layer.name])
-        else:
-            new[layer] = sum(side.blocks.cost for side in layer.sides)
-    load = [0.0] * ranks.size
-    for layer in sorted(new, key=lambda layer: -new[layer]):
-        shared = [parameters[p] for p in layer.parameters if p in parameters]
+    new = [layer for layer in layers.values() if not ranks.owners.keys() >= set(layer.parameters)]
+    costs = {layer: layer.cost["refresh"] for layer in new}
+    load = [0] * ranks.size
+    for layer in sorted(costs, key=costs.__getitem__, reverse=True):
+        shared = [ranks.owners[p] for p in layer.parameters if p in ranks.owners]
         owner = shared[0] if shared else load.index(min(load))
-        load[owner] += new[layer]
-        ranks.owners[layer.name] = owner
-        parameters |= dict.fromkeys(layer.parameters, owner)
+        load[owner] += costs[layer]
+        ranks.owners |= dict.fromkeys(layer.parameters, owner)
         if ranks.sharded and owner != ranks.rank:
             for side in layer.sides:
                 side.leave_to_owner()
     if ranks.sharded:
-        ranks.parameters = parameters
         layers.sharding = ranks

@@ -88,7 +88,7 @@ def _drifted(
     """The sides whose factors are out of date; each is compared with its new moments by its owner."""
     drifts = []
     for side, (layer, moments, epsilon) in pending.items():
-        drifts.append(side.drift(moments, epsilon) if ranks.is_own(layer.name) else 0.0)
+        drifts.append(side.drift(moments, epsilon) if ranks.is_own(layer.weight) else 0.0)
     out_of_date = {}
     for side, drift in zip(pending, ranks.sums(drifts), strict=True):
         if schedule.has_drifted(side, drift):

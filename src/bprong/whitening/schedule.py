@@ -87,7 +87,8 @@ class Schedule:
         self.periods = periods
         self.fisher = one_of("fisher", fisher, get_args(Fisher))
         self.average = number("average", average, 0, 1)
-        self.base_seed = torch.initial_seed() if seed is None else integer("seed", seed, 0)
+        seed = torch.initial_seed() if seed is None else integer("seed", seed, 0)
+        self.base_seed = seed % 2**53  # which processes can exchange as a float64
         self.overhead = overhead
         self.t = 0
         self.every: int | None = None
@@ -189,7 +190,7 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
     refreshing = 0.0
     for layer in layers:
         rows = layer.forward.observations
-        cost = layer.linear.cost(backward=layer.backward in layer.sides)
+        cost = layer.cost
         refreshing += MEASURING_CALLS + 4 * rows * layer.linear.numel + DOUBLE_PRECISION * rows * cost["per_row"]
         refreshing += len(layer.sides) * FACTORING_CALLS + FACTORISATION * cost["refresh"]
     return max(SHORTEST_PERIOD, _period(refreshing, layers, overhead))
