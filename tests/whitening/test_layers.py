@@ -277,7 +277,6 @@ def test_a_group_is_formed_anew_when_a_factor_has_changed():
     gradients = {p: g for layer in made for p, g in gradients_of(layer).items()}
     preconditioned(layers, gradients)
     whiten(made[1], seed=50)
-    layers.changed()
     assert_close(preconditioned(layers, gradients)[made[1]][0], direction_of(made[1], gradients)[0], 1e-13)
 
 

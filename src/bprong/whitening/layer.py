@@ -277,20 +277,18 @@ class Layer:
 
         into: steps by parameter, of which this layer may have a part only
         """
-        is_plain = self.linear.is_plain
-        if d_W is not None and is_plain:
-            into[self.weight] = d_W
-        elif d_W is not None:
-            self.linear.matrix(into.setdefault(self.weight, d_W.new_zeros(self.weight.shape))).copy_(d_W)
-        if d_b is None or self.bias is None:
-            return
-        if d_W is not None and self.c is not None:
+        linear = self.linear
+        if not (d_b is None or d_W is None or self.c is None):
             c = self.c.to(d_W.dtype)
-            d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_plain else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
-        if is_plain:
-            into[self.bias] = d_b
-        else:
-            self.linear.vector(into.setdefault(self.bias, d_b.new_zeros(self.bias.shape))).copy_(d_b)
+            is_one = d_W.ndim == 2
+            d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_one else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
+        for p, part_of, step in ((self.weight, linear.matrix, d_W), (self.bias, linear.vector, d_b)):
+            if p is None or step is None:
+                continue
+            if linear.is_plain:
+                into[p] = step
+            else:
+                part_of(into.setdefault(p, step.new_zeros(p.shape))).copy_(step)
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -34,15 +34,12 @@ class Layers(dict[str, Layer]):
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
         self.sharding: Ranks | None = None  # None: every process has all factors
-        self._stacks: tuple[object, list[Stack]] | None = None
+        self._stacks: list[Stack] = []
+        self._stacked: list[object] = []  # what the stacks were made of
 
     @property
     def parameters(self) -> set[Tensor]:
         return {p for layer in self.values() for p in layer.parameters}
-
-    def changed(self) -> None:
-        """To be called when a factor has changed or a layer was removed."""
-        self._stacks = None
 
     def is_own(self, layer: Layer) -> bool:
         """Whether this process has the factors of a layer."""
@@ -70,7 +67,9 @@ class Layers(dict[str, Layer]):
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
         layers = self.values() if sharding is None else filter(self.is_own, self.values())
-        pairs = {layer: layer.gradients(whole_values) for layer in layers}
+        pairs = {}
+        for layer in layers:
+            pairs[layer] = layer.gradients(whole_values)
         for layer, (d_W, d_b) in compute(pairs).items():
             layer.write(d_W, d_b, into)
         return into if sharding is None else sharding.distributed(into, values)
@@ -89,25 +88,24 @@ class Layers(dict[str, Layer]):
             preconditioned |= stack.precondition(pairs)
         if rates is None:
             return preconditioned
-        scaled: dict[Layer, WeightAndBias] = {}
         for layer, (d_W, d_b) in preconditioned.items():
             multiply = torch.mul if d_W is pairs[layer][0] else Tensor.mul_  # a gradient stays what it is
             step_of_W = None if d_W is None else multiply(d_W, rates[layer.weight])
-            scaled[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
-        return scaled
+            preconditioned[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
+        return preconditioned
 
     def stacks(self, pairs: Pairs) -> list[Stack]:
         """These layers by shape and by which of their values are present, kept until factors or values change."""
-        present = tuple([(layer, g_W is None, g_b is None) for layer, (g_W, g_b) in pairs.items()])
-        if self._stacks is None or self._stacks[0] != present:
+        if self._stacked != _parts(pairs):
             groups: dict[object, list[Layer]] = {}
-            for layer, *missing in present:
-                groups.setdefault((_shape_of_small(layer), *missing), []).append(layer)
-            self._stacks = present, list(map(Stack, groups.values()))
-        return self._stacks[1]
+            for layer, (g_W, g_b) in pairs.items():
+                groups.setdefault((_shape_of_small(layer), g_W is None, g_b is None), []).append(layer)
+            self._stacks = list(map(Stack, groups.values()))
+            self._stacked = _parts(pairs)
+        return self._stacks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_stacks": None, "sharding": None}
+        return {"_stacks": [], "_stacked": [], "sharding": None}
 
 
 class Stack:
@@ -135,6 +133,14 @@ class Stack:
         steps = precondition(self.left, self.right, self.c, stacked(weights), stacked(biases), self.u)
         d_W, d_b = [[None] * len(layers) if step is None else step for step in steps]
         return dict(zip(layers, zip(d_W, d_b, strict=True), strict=True))
+
+
+def _parts(pairs: Pairs) -> list[object]:
+    """What stacks are made of: layers, their factors, and which of their values are present."""
+    parts: list[object] = []
+    for layer, (g_W, g_b) in pairs.items():
+        parts += layer, layer.forward.factor, layer.backward.factor, g_W is None, g_b is None
+    return parts
 
 
 def _times_units(pairs: Pairs) -> dict[Layer, WeightAndBias]:

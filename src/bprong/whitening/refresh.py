@@ -79,7 +79,6 @@ def refresh(
             continue
         side.refreshed_at = schedule.t
         side.failures = 0
-    layers.changed()
 
 
 def _drifted(
@@ -101,7 +100,6 @@ class Whitening:
 
     given:     the parameters of the optimizer; those that require gradients are trained
     due:       whether the schedule asks for a measurement at this step
-    covered:   the parameters of all layers
     demoted:   layers that follow the fallback rule, since not every use of their weight can be recorded, by name
     unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
                trained. The first step that trains one measures it, so that it does not follow its plain gradient
@@ -114,7 +112,6 @@ class Whitening:
         self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
-        self.covered = layers.parameters
         self.demoted: dict[str, Layer] = {}
         self.unused: set[str] = set()
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
@@ -133,12 +130,6 @@ class Whitening:
                 covered[name] = layer
         self.layers.clear()
         self.layers.update(covered)  # in the order of the model
-        self._follow_layers()
-
-    def _follow_layers(self) -> None:
-        """Follows a change of the layers, or of their factors."""
-        self.layers.changed()
-        self.covered = self.layers.parameters
         self.share()
         self.attend()
 
@@ -168,15 +159,12 @@ class Whitening:
         weights = {}
         verify = False
         for name, layer in self.layers.items():  # in the same order on all ranks
-            trained = self.given.intersection(p for p in layer.parameters if p.requires_grad)
+            trained = {p for p in layer.parameters if p.requires_grad and p in self.given}
             if trained and (name in inputs or name in errors):
                 weights[layer.linear] = layer.bias in trained
                 verify = verify or layer.forward.moments is None
         likelihood = self._likelihood if schedule.two_sided else None
-        return Request(
-            weights, inputs, errors, likelihood, schedule.fisher, schedule.seed,
-            verify=verify
-        )  # fmt: skip
+        return Request(weights, inputs, errors, likelihood, schedule.fisher, schedule.seed, verify=verify)
 
     def measured(self, request: Request, measure: Callable[[], dict[str, LayerMoments]]) -> dict[str, LayerMoments]:
         """What all processes have measured; measure: gives that of this process."""
@@ -248,8 +236,6 @@ class Whitening:
                 self.demoted[layer.name] = self.layers.pop(layer.name)
                 parameters.update(layer.parameters)
             demoted += sharing
-        self.layers.changed()
-        self.covered -= parameters
         return demoted
 
     @property
@@ -269,4 +255,5 @@ class Whitening:
                 for side in layer.sides:
                     side.interval = None  # of a run that refreshed by drift
         self.ranks.owners.clear()
-        self._follow_layers()
+        self.share()
+        self.attend()

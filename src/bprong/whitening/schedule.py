@@ -103,23 +103,25 @@ class Schedule:
 
     def plan(self) -> None:
         """Look ahead from step t; to be called once that step was made, and when layers or intervals changed."""
-        early: list[int] = []
-        if self.overhead is not None:
-            parts = [] if self.every is None else [self.every // part for part in self._early_parts]
-            early = [self._start + step for step in (0, *parts, *self._early_steps)]
-            early = [step for step in early if step >= self.t]
         sides = [(layer.name, side) for layer in self._layers.values() for side in layer.sides]
-        steps = {}
+        early = [step for step in self._early() if step >= self.t]
+        steps = [*early]
         for name in self._periods:
             intervals = [side.interval for _, side in sides if side.name == name and side.interval is not None]
-            steps[name] = min([self._due_at(name, min(intervals, default=1)), *early])
-        self.next = min(steps.values()) if sides else -1
+            steps.append(self._due_at(name, min(intervals, default=1)))
+        self.next = min(steps) if sides else -1
         self._is_early = self.next in early
-        self._refreshed = [name for name, step in steps.items() if step == self.next]
         self.measured: dict[SideName, set[str]] = {name: set() for name in SIDES}
         for layer, side in sides:
             if self._is_early or self._due_at(side.name, side.interval or 1) == self.next:
                 self.measured[side.name].add(layer)
+
+    def _early(self) -> list[int]:
+        """Steps at which everything is measured whatever the periods are."""
+        if self.overhead is None:
+            return []
+        parts = [] if self.every is None else [self.every // part for part in self._early_parts]
+        return [self._start + step for step in (0, *parts, *self._early_steps)]
 
     @property
     def is_due(self) -> bool:
@@ -129,7 +131,7 @@ class Schedule:
     @property
     def refreshed(self) -> list[SideName]:
         """The sides to refresh at this step; by drift, those that are measured in some layer."""
-        return self._refreshed if self.is_due else []
+        return [name for name in SIDES if self.measured[name]] if self.is_due else []
 
     def has_drifted(self, side: Side, drift: float) -> bool:
         """Whether the factor of a side that has drifted this far is out of date.
@@ -163,7 +165,7 @@ class Schedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.t = state["t"]
-        self._start = state.get("start", 0)
+        self._start = state["start"]
         self.base_seed = state["seed"]
         self.every = state["every"] if self.overhead is not None else None  # else the user has given a period
         self.plan()
