@@ -200,9 +200,8 @@ def factor_by_cholesky(moments: Moments, damping: Damping, blocks: Blocks, like:
     None: the moment is not finite, or not positive definite at its precision. `roots.py` then finds a factor, or says
     why there is none.
     """
-    scatter = moments.scatter
-    epsilon = damping.amounts(diagonal(scatter) / moments.weight)
-    inverse = inverse_by_cholesky(scatter, epsilon, like.dtype, moments.weight)
+    epsilon = damping.amounts(moments.variances)
+    inverse = inverse_by_cholesky(moments.scatter, epsilon, like.dtype, moments.weight)
     return None if inverse is None else Dense(inverse.to(like), blocks)
 
 

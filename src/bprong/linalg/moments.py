@@ -171,8 +171,8 @@ class Moments:
 
     def copy(self) -> Moments:
         """Return these moments, summed in float64, in new memory."""
-        scatter = self.scatter
-        return replace(self, values=scatter.clone() if scatter is self.values else scatter, as_rows=False)
+        values = self.scatter if self.as_rows else self.values.to(torch.float64, copy=True)
+        return replace(self, values=values, as_rows=False)
 
     def average_(self, new: Moments, keep: float) -> Moments:
         """Return what `merge` returns, in the memory of these moments, which are not valid afterwards.
@@ -186,14 +186,14 @@ class Moments:
             scatter.mul_(keep).add_(new.values)
         old_weight = self.weight * keep
         weight = old_weight + new.weight
+        mean = self.mean
+        if mean is not None:
+            difference = cast(Tensor, new.mean) - mean
+            add_outer_(scatter, difference, old_weight * new.weight / weight)
+            # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
+            mean = mean + difference * (new.weight / weight)
         tails = None if self.tails is None or new.tails is None else self.tails * keep + new.tails
-        moments = replace(self, weight=weight, tails=tails)
-        if self.mean is None:
-            return moments
-        difference = cast(Tensor, new.mean) - self.mean
-        add_outer(scatter, difference, difference, old_weight * new.weight / weight, out=scatter)
-        # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
-        return replace(moments, mean=self.mean + difference * (new.weight / weight))
+        return Moments(weight, mean, scatter, tails=tails)
 
 
 class Sums:
@@ -260,18 +260,17 @@ class Sums:
         D is divided by the number of targets. Where one weight acts at many positions, the score of an example is the
         sum over positions, and so is its Fisher matrix: the mean over positions would lose a factor of their number.
         """
-        weight = float(self.rows) if weight is None else weight
         as_rows = self._scatter is None
         values = torch.cat(self._chunks) if self._scatter is None else self._scatter
-        if self._origin is None:
-            return Moments(weight, None, values, as_rows, self._tails)
-        offset = self._sum / self.rows
-        if as_rows:
-            values -= offset.to(values)
-        else:
-            s = self._sum.to(values)
-            add_outer(values, s, s, -1 / self.rows, out=values)
-        return Moments(weight, self._origin + offset, values, as_rows, self._tails)
+        mean = None
+        if self._origin is not None:
+            offset = self._sum / self.rows
+            mean = self._origin + offset
+            if as_rows:
+                values -= offset.to(values)
+            else:
+                add_outer_(values, offset.to(values), -self.rows)
+        return Moments(float(self.rows) if weight is None else weight, mean, values, as_rows, self._tails)
 
 
 def _origin(rows: Tensor) -> Tensor:
@@ -363,11 +362,12 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-def add_outer(M: Tensor, a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
-    """Return M + α abᵀ, block by block if there is a leading dimension; `out` may be M."""
+def add_outer_(M: Tensor, a: Tensor, factor: float) -> None:
+    """Add a multiple of aaᵀ to M in place, block by block if there is a leading dimension."""
     if M.ndim == 2:
-        return torch.addr(M, a, b, alpha=alpha, out=out)
-    return torch.baddbmm(M, a.unsqueeze(-1), b.unsqueeze(-2), alpha=alpha, out=out)
+        M.addr_(a, a, alpha=factor)
+    else:
+        M.baddbmm_(a.unsqueeze(-1), a.unsqueeze(-2), alpha=factor)
 
 
 def float64_copy(values: Tensor) -> Tensor:

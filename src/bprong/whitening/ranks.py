@@ -18,7 +18,7 @@ from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError
 from bprong.linalg.factors import NO_FACTOR, Damping, Factor
 from bprong.linalg.low_rank import Backoff, restored
-from bprong.linalg.moments import Blocks, Moments, add_outer, float64_device
+from bprong.linalg.moments import Blocks, Moments, add_outer_, float64_device
 from bprong.parallel.processes import ALIKE, Ranks, is_sliced
 from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
@@ -129,7 +129,7 @@ def _merged_moments(
     if mean is not None:
         common = _common_mean(weights.to(mean), ranks.gathered(mean).flatten(1)).view_as(mean)
         shift = mean - common
-        add_outer(scatter, shift, shift, float(weights[ranks.rank]), out=scatter)
+        add_outer_(scatter, shift, float(weights[ranks.rank]))
         mean = common
     sums = ranks.sum_(cast(Tensor, moments.tails)) if tails else None
     return Moments(float(weights.sum()), mean, ranks.sum_(scatter), tails=sums)
