@@ -18,8 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, Dense, Factor, eigenpairs
-from bprong.linalg.moments import Blocks, Moments, random_directions
+from bprong.linalg.factors import Dense, Factor, eigenpairs
+from bprong.linalg.moments import Blocks, random_directions
 
 # Low rank pays for small ranks. A step through a side of d features, with n rows on the other side, takes 2nd²
 # operations exactly and 4ndk with rank k; products with a narrow factor run at about 0.7 of the speed of square ones
@@ -101,30 +101,6 @@ def restored(numbers: Sequence[float], tensor: Tensor, blocks: Blocks) -> Factor
     columns, s, error = numbers
     tensor = tensor[..., : int(columns)].contiguous()
     return LowRank(tensor, s, error) if s else Dense(tensor, blocks)
-
-
-def factor_by_low_rank(
-    moments: Moments,
-    damping: Damping,
-    blocks: Blocks,
-    like: Tensor,
-    previous: Factor | None,
-    backoff: Backoff,
-    is_chosen: bool,
-) -> LowRank | None:
-    """Return the low-rank factor of a side; None: it is not one block, or flat.
-
-    previous:  its factor before
-    backoff:   when it is tried, unless `is_chosen`: the user asked for it
-    """
-    if blocks.lead or not (is_chosen or backoff.tries()):
-        return None
-    epsilon = float(damping.amounts(moments.variances)[0])
-    largest_rank = blocks.size - 1 if is_chosen else int(LOW_RANK_SHARE * blocks.size)
-    start = previous.B if isinstance(previous, LowRank) else None
-    factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, largest_rank, start)
-    backoff.record(factor is not None)
-    return factor
 
 
 def low_rank(

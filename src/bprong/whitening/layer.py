@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,15 @@ from bprong.capture.request import LayerMoments
 from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
 from bprong.linalg.factors import NO_FACTOR, Damping, Factor, distance_from_white, factor_by_cholesky
-from bprong.linalg.low_rank import LOW_RANK_FROM, Backoff, factor_by_low_rank, restored
+from bprong.linalg.low_rank import (
+    LOW_RANK_ERROR,
+    LOW_RANK_FROM,
+    LOW_RANK_SHARE,
+    Backoff,
+    LowRank,
+    low_rank,
+    restored,
+)
 from bprong.linalg.moments import Blocks, Moments, at_least_float32, diagonal, feature_means, float64_device
 from bprong.linalg.roots import RootSolver, factor_by_eigenvalues
 
@@ -115,13 +123,25 @@ class Side:
     def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
         """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
         moments = moments.in_units(damping.units(moments))
-        factor: Factor | None = None
+        return (
+            self._solve_by_low_rank(moments, damping, like)
+            or factor_by_cholesky(moments, damping, self.blocks, like)
+            or factor_by_eigenvalues(moments, damping, self.blocks, like)
+        )
+
+    def _solve_by_low_rank(self, moments: Moments, damping: Damping, like: Tensor) -> LowRank | None:
+        """The low-rank factor; None: it is not tried, the side is not one block, or its spectrum is flat."""
+        size = self.blocks.size
         is_chosen = self.solver == "low-rank"
-        if is_chosen or (self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM):
-            factor = factor_by_low_rank(moments, damping, self.blocks, like, self.factor, self.backoff, is_chosen)
-        for solve in (factor_by_cholesky, factor_by_eigenvalues):
-            factor = factor or solve(moments, damping, self.blocks, like)
-        return cast(Factor, factor)
+        is_wide = self.solver == "auto" and size >= LOW_RANK_FROM
+        if self.blocks.lead or not (is_chosen or (is_wide and self.backoff.tries())):
+            return None
+        epsilon = float(damping.amounts(moments.variances)[0])
+        largest_rank = size - 1 if is_chosen else int(LOW_RANK_SHARE * size)
+        start = self.factor.B if isinstance(self.factor, LowRank) else None
+        factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, largest_rank, start)
+        self.backoff.record(factor is not None)
+        return factor
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -241,18 +261,17 @@ class Layer:
         if side.of_inputs:
             self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
 
-    def failed(self, side: Side, reason: WhiteningError, quiet: bool = False) -> None:
-        """Warns, unless `quiet`; raises when the side has failed PATIENCE times in a row."""
+    def failed(self, side: Side, reason: WhiteningError) -> None:
+        """Warns; raises when the side has failed PATIENCE times in a row."""
         side.failures += 1
         if side.failures >= PATIENCE:
             message = f"layer {self.name!r}, {side.name} whitening, {PATIENCE} times in a row: {reason}"
             raise WhiteningError(f"{message}. Check its inputs, or give a larger damping") from reason
-        if not quiet:
-            self.warn(side, reason)
+        self.warn(side, reason)
 
     def warn(self, side: Side, reason: object) -> None:
-        """Warns that a side keeps its factor, once for each side and reason."""
-        kind = side.name + re.sub(r"[-+.e\d]", "", str(reason))  # without numbers
+        """Warns that a side keeps its factor, once for each reason, which both sides of a layer often share."""
+        kind = re.sub(r"[-+.e\d]", "", str(reason))  # without numbers
         if kind not in self._warned:
             self._warned.add(kind)
             warn(f"layer {self.name!r} keeps its previous {side.name} whitener: {reason}")
@@ -261,16 +280,15 @@ class Layer:
 
     def gradients(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
         """The gradients of W, as a matrix, and of b, as a vector, in at least float32; None for one without."""
-        g_W = gradients.get(self.weight)
-        g_b = None if self.bias is None else gradients.get(self.bias)
         linear = self.linear
-        if g_b is not None:
-            g_b = g_b.to(at_least_float32(g_b.dtype))
-            g_b = g_b if linear.is_plain else linear.vector(g_b)
-        if g_W is not None:
-            g_W = g_W.to(at_least_float32(g_W.dtype))
-            g_W = g_W if linear.is_plain else linear.matrix(g_W)
-        return g_W, g_b
+        parts: list[Tensor | None] = []
+        for p, part_of in ((self.weight, linear.matrix), (self.bias, linear.vector)):
+            g = None if p is None else gradients.get(p)
+            if g is not None:
+                g = g if linear.is_plain else part_of(g)
+                g = g.to(at_least_float32(g.dtype))
+            parts.append(g)
+        return parts[0], parts[1]
 
     def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor]) -> None:
         """Writes a step, seen from the centre c, in ordinary coordinates: d_W, and d_b − d_W c.

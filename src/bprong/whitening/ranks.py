@@ -24,7 +24,6 @@ from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
 
-Pending = dict[Side, tuple[Layer, Moments, Damping]]  # sides that are due, with what they are factored from
 FLAGS = (
     "measured",
     "rows",
@@ -148,8 +147,12 @@ def _common_mean(weights: Tensor, means: Tensor) -> Tensor:
 # Factors --------------------------------------------------------------------------------------------------------------
 
 
-def shared_factors(pending: Pending, ranks: Ranks) -> dict[Side, Factor | WhiteningError]:
+def shared_factors(
+    pending: Mapping[Side, tuple[Layer, Moments, Damping]], ranks: Ranks
+) -> dict[Side, Factor | WhiteningError]:
     """Return the factors of all sides, each from its owner, and take over whether the owner will try low rank again.
+
+    pending: the sides that are due, with what they are factored from
 
     If the model is sharded, the tensors of factors stay with their owners.
     """

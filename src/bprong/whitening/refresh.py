@@ -26,13 +26,10 @@ from bprong.whitening.schedule import Schedule, period_for
 
 SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
 
-Updated = dict[Side, tuple[Layer, Moments]]
 Damper = Callable[[Layer, Side], Damping]
-# Puts new moments of a side into force; the factor is given if several processes share them.
-Take = Callable[[Layer, Side, Moments, Damping, Factor | None], None]
 
 
-def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) -> Updated:
+def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) -> dict[Side, tuple[Layer, Moments]]:
     """Adds what was measured to the running averages; gives the sides measured with the moments to factor."""
     return {
         side: (layers[name], moments)
@@ -43,16 +40,16 @@ def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) ->
 
 def refresh(
     layers: Layers,
-    updated: Updated,
+    updated: Mapping[Side, tuple[Layer, Moments]],
     schedule: Schedule,
     damping: Damper,
-    take: Take = Layer.take,
+    take: Callable[[Layer, Side, Moments, Damping, Factor | None], None] = Layer.take,
     new: Collection[str] = (),
     ranks: Ranks = ALONE,
 ) -> None:
     """Refreshes the sides that are due: all of them, or by drift those whose moments have moved.
 
-    take:  puts new moments of a side into force
+    take:  puts new moments of a side into force, and their factor, if several processes share factors
     new:   the names of layers that are due whatever the schedule says
     ranks: the processes that share the work, if layers have owners
 
@@ -66,7 +63,6 @@ def refresh(
     if schedule.periods.refresh == "drift":
         pending = _drifted(pending, schedule, ranks)
     factors = shared_factors(pending, ranks) if ranks.owners else {}
-    failed: set[Layer] = set()
     for side, (layer, moments, epsilon) in pending.items():
         factor = factors.get(side)
         try:
@@ -74,11 +70,10 @@ def refresh(
                 raise factor
             take(layer, side, moments, epsilon, factor)
         except WhiteningError as reason:
-            layer.failed(side, reason, quiet=layer in failed)  # both sides of a layer often fail for one reason
-            failed.add(layer)
-            continue
-        side.refreshed_at = schedule.t
-        side.failures = 0
+            layer.failed(side, reason)
+        else:
+            side.refreshed_at = schedule.t
+            side.failures = 0
 
 
 def _drifted(
