@@ -48,7 +48,8 @@ class Blocks:
     @cached_property
     def lead(self) -> int:
         """The leading dimension of moments and factors; 0 for a single block, whose tensors have none."""
-        return self.groups * self.count if self.groups * self.count > 1 else 0
+        number = self.groups * self.count
+        return number if number > 1 else 0
 
     @cached_property
     def features(self) -> int:

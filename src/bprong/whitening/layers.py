@@ -41,10 +41,6 @@ class Layers(dict[str, Layer]):
     def parameters(self) -> set[Tensor]:
         return {p for layer in self.values() for p in layer.parameters}
 
-    def is_own(self, layer: Layer) -> bool:
-        """Whether this process has the factors of a layer."""
-        return self.sharding is None or self.sharding.is_own(layer.weight)
-
     def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
         """The preconditioned gradients by parameter, in ordinary coordinates.
 
@@ -66,20 +62,20 @@ class Layers(dict[str, Layer]):
             covered = self.parameters
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
-        layers = self.values() if sharding is None else filter(self.is_own, self.values())
         pairs = {}
-        for layer in layers:
-            pairs[layer] = layer.gradients(whole_values)
+        for layer in self.values():
+            g_W, g_b = layer.gradients(whole_values)
+            if g_W is not None or g_b is not None:
+                pairs[layer] = g_W, g_b
         for layer, (d_W, d_b) in compute(pairs).items():
             layer.write(d_W, d_b, into)
         return into if sharding is None else sharding.distributed(into, values)
 
     def in_units(self, direction: Values) -> Values:
         """A direction in the units that the features of the data are in."""
-        if {layer.forward.units is None for layer in self.values()} == {True}:
-            return direction
-        weights = {layer.weight: direction[layer.weight] for layer in self.values() if layer.weight in direction}
-        return {**direction, **self.by_parameter(weights, _times_units)}
+        weights = {layer.weight for layer in self.values() if layer.forward.units is not None}
+        changed = {p: step for p, step in direction.items() if p in weights}
+        return {**direction, **self.by_parameter(changed, _times_units)}
 
     def _preconditioned(self, pairs: Pairs, rates: Rates | None = None) -> dict[Layer, WeightAndBias]:
         """The natural gradients of layers."""
@@ -146,8 +142,8 @@ def _parts(pairs: Pairs) -> list[object]:
 def _times_units(pairs: Pairs) -> dict[Layer, WeightAndBias]:
     products: dict[Layer, WeightAndBias] = {}
     for layer, (d_W, _) in pairs.items():
-        if d_W is not None:
-            products[layer] = d_W if layer.forward.units is None else d_W * cast(Tensor, layer.u), None
+        u = layer.u
+        products[layer] = d_W if u is None or d_W is None else d_W * u, None
     return products
 
 

@@ -24,15 +24,7 @@ from bprong.whitening.layer import Layer, Side
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import Schedule
 
-FLAGS = (
-    "measured",
-    "rows",
-    "errors",
-    "called",
-    "unexplained",
-    "targets",
-    "computed",
-)  # exchanged about each layer of each rank
+FLAGS = 7  # numbers exchanged about each layer of each rank, by `_flags`
 NUMBERS = 5  # exchanged about each factor: those that restore it from its tensor, and the backoff of its side
 
 
@@ -53,7 +45,7 @@ def measured_by_all(
     replicated:  tensors that must be the same on all ranks: their gradients, or their parameters
     """
     measured: dict[str, LayerMoments] = {}
-    with ranks.exchange(2 + len(FLAGS) * len(weights)) as rows:
+    with ranks.exchange(2 + FLAGS * len(weights)) as rows:
         measured |= measure()
         tensors = [tensor.detach() for tensor in replicated if not (tensor is None or is_sliced(tensor))]
         size = sum(map(float, torch._foreach_norm(tensors))) if tensors else 0.0
@@ -68,7 +60,7 @@ def measured_by_all(
             f"Wrap the model in torch.nn.parallel.DistributedDataParallel, or average gradients before each step"
         )
     schedule.base_seed = int(table[0, 0])
-    flags = table[:, 2:].view(ranks.size, len(weights), len(FLAGS))
+    flags = table[:, 2:].view(ranks.size, len(weights), FLAGS)
     of_all = {}
     for i, (weight, centred) in enumerate(weights.items()):
         if flags[:, i, 0].any():
@@ -80,7 +72,7 @@ def measured_by_all(
 def _flags(layer: LayerMoments | None) -> list[float]:
     """Return what is exchanged about a layer, FLAGS."""
     if layer is None:
-        return [0.0] * len(FLAGS)
+        return [0.0] * FLAGS
     rows = 0.0 if layer.z is None else layer.z.weight
     is_computed = layer.z is not None and layer.z.tails is None
     return [True, rows, layer.delta is not None, layer.called, layer.unexplained, layer.targets, is_computed]

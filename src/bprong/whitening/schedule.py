@@ -8,7 +8,7 @@ optimizer can also choose the period from a share of run time, and measure a sid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -171,7 +171,7 @@ class Schedule:
         self.plan()
 
 
-def period_for(layers: Iterable[Layer], overhead: float) -> int:
+def period_for(layers: Collection[Layer], overhead: float) -> int:
     """Steps between refreshes of all layers such that these take the share `overhead` of run time.
 
     Operations are counted, not timed, so that a run is the same on every machine and after every checkpoint. Each layer
@@ -188,7 +188,6 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
     >>> [period_for([layer], share) for share in (0.05, 0.1, 0.2)]
     [246, 117, 52]
     """
-    layers = list(layers)
     refreshing = 0.0
     for layer in layers:
         rows = layer.forward.observations
@@ -198,7 +197,7 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
     return max(SHORTEST_PERIOD, _period(refreshing, layers, overhead))
 
 
-def evaluation_period(layers: Iterable[Layer], directions: int, part: float, share: float) -> int:
+def evaluation_period(layers: Collection[Layer], directions: int, part: float, share: float) -> int:
     """Steps between evaluations of a quadratic model such that these take a share of run time.
 
     directions: each takes a forward pass with dual numbers; the loss afterwards takes a plain one
@@ -206,13 +205,12 @@ def evaluation_period(layers: Iterable[Layer], directions: int, part: float, sha
 
     As in `period_for`, operations are counted, and each layer has been refreshed once.
     """
-    layers = list(layers)
     passes = DUAL_PASSES * directions + 1
     evaluating = sum(passes * (PASS_CALLS + 2 * part * x.forward.observations * x.linear.numel) for x in layers)
     return _period(evaluating, layers, share)
 
 
-def _period(operations: float, layers: Sequence[Layer], share: float) -> int:
+def _period(operations: float, layers: Collection[Layer], share: float) -> int:
     """Steps in which something that takes these operations is to be done once, for it to take a share of run time."""
     training = 0.0
     for layer in layers:
