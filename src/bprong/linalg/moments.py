@@ -234,7 +234,8 @@ class Sums:
             self._tails = self._tails + torch.stack([(z**3).sum(0), (z**4).sum(0)])
         if self._centre:
             if self._origin is None:
-                self._origin = _origin(rows)
+                # Written as a step from one row, so that the variance of a constant feature is exactly zero.
+                self._origin = rows[0] + (rows - rows[0]).mean(dim=0)
             rows = rows - self._origin
             self._sum = self._sum + rows.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
@@ -272,12 +273,6 @@ class Sums:
             else:
                 add_outer_(values, offset.to(values), -self.rows)
         return Moments(float(self.rows) if weight is None else weight, mean, values, as_rows, self._tails)
-
-
-def _origin(rows: Tensor) -> Tensor:
-    """Return the mean of rows; for a constant feature exactly the constant, so that its variance is exactly zero."""
-    first = rows[0]
-    return first + (rows - first).mean(dim=0)
 
 
 def _precision(rows: Tensor) -> torch.dtype:

@@ -192,7 +192,6 @@ class Whitening:
     def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
         unexplained = []
-        mistaken = []
         for name in filter(new.__contains__, measured):  # in the order of the model
             first = measured[name]
             linear = self.layers[name].linear
@@ -204,14 +203,12 @@ class Whitening:
                 )
             is_missed = not first.called and has_gradient(linear)
             if is_missed and linear.registered:
-                mistaken.append(name)
+                raise ValueError(
+                    f"{name}: registered, but its weight is not used as that of the layer that it was said to be like. "
+                    f"See transposed= and stacked= of bprong.register"
+                )
             if is_missed or first.unexplained:
                 unexplained.append(name)
-        if mistaken:
-            raise ValueError(
-                f"{', '.join(mistaken)}: registered, but their weights are not used as those of the layers that they "
-                f"were said to be like. See transposed= and stacked= of bprong.register"
-            )
         for layer in self.demote(unexplained):
             warn(
                 f"layer {layer.name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several "

@@ -110,10 +110,9 @@ class Schedule:
             intervals = [side.interval for _, side in sides if side.name == name and side.interval is not None]
             steps.append(self._due_at(name, min(intervals, default=1)))
         self.next = min(steps) if sides else -1
-        self._is_early = self.next in early
         self.measured: dict[SideName, set[str]] = {name: set() for name in SIDES}
         for layer, side in sides:
-            if self._is_early or self._due_at(side.name, side.interval or 1) == self.next:
+            if self.next in early or self._due_at(side.name, side.interval or 1) == self.next:
                 self.measured[side.name].add(layer)
 
     def _early(self) -> list[int]:
@@ -140,7 +139,7 @@ class Schedule:
         """
         side.last_drift = drift if side.factor is not None else None
         drifted = not drift <= DRIFT  # NaN counts as drift, for the refresh to report
-        if not (self._is_early and self.is_due):
+        if self.t not in self._early():
             interval = side.interval or 1
             side.interval = max(1, interval // 2) if drifted else min(LONGEST_INTERVAL, 2 * interval)
         return drifted
