@@ -302,6 +302,6 @@ def test_layers_of_one_shape_have_the_inverses_that_they_have_alone(damping):
     moments = [input_moments((i + 1) * rows(30, 5, i)) for i in range(4)]
     updated = update(layers, {str(i): LayerMoments(z=z) for i, z in enumerate(moments)}, 0.0)
     schedule = Schedule(layers, Periods(1))
-    refresh(layers, updated, schedule, lambda layer, _: dampings[int(layer.name)])
+    refresh(updated, schedule, lambda layer, _: dampings[int(layer.name)])
     for layer, z, epsilon in zip(layers.values(), moments, dampings, strict=True):
         assert_close(layer.forward.factor.inverse, inverse(z.second, epsilon), 1e-12)

@@ -39,7 +39,6 @@ def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) ->
 
 
 def refresh(
-    layers: Layers,
     updated: Mapping[Side, tuple[Layer, Moments]],
     schedule: Schedule,
     damping: Damper,
@@ -179,7 +178,7 @@ class Whitening:
                 return
             updated = update(self.layers, measured, schedule.average)
         with timed(self.seconds, "factorisation"):
-            refresh(self.layers, updated, schedule, damping, new=new & self.unused, ranks=self.ranks)
+            refresh(updated, schedule, damping, new=new & self.unused, ranks=self.ranks)
         if schedule.overhead is not None and schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             schedule.every = period_for(measured_layers, schedule.overhead)
