@@ -121,7 +121,7 @@ def test_coverage_and_optimizer_agree():
         optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
         fallback = bprong.coverage(model).fallback
         assert fallback == optimizer.report().fallback
-        covered = {id(p) for p in optimizer._whitening.covered}
+        covered = {id(p) for p in optimizer._whitening.layers.parameters}
         assert {n for n, p in model.named_parameters() if id(p) not in covered} == set(fallback)
 
 

@@ -46,8 +46,8 @@ def packed(kind: str, parameters: list[Tensor], whitening: Whitening, rule: Step
     ranks = whitening.ranks
     for layer, (place, number) in _places(parameters, whitening).items():
         state = layer.state_dict()
-        if ranks.sharded and layer.name in ranks.owners:
-            state = tree_map(partial(ranks.received, owner=ranks.owners[layer.name]), state)
+        if ranks.sharded and layer.weight in ranks.owners:
+            state = tree_map(partial(ranks.received, owner=ranks.owners[layer.weight]), state)
         state["whitened"] = layer.name in whitening.layers
         entries[place].setdefault("layers", {})[number] = state
     numbers = {"schedule": whitening.schedule.state_dict(), "rule": numbers}

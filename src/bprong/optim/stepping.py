@@ -271,7 +271,8 @@ def name_in(model: nn.Module, parameter: Tensor) -> str:
 
 def fallback_of(model: nn.Module, parameters: Sequence[Tensor], whitening: Whitening) -> dict[Tensor, str]:
     """The parameters that are not whitened, with the reason."""
-    return fallback_reasons(model, [p for p in parameters if p not in whitening.covered]) | whitening.reasons
+    covered = whitening.layers.parameters
+    return fallback_reasons(model, [p for p in parameters if p not in covered]) | whitening.reasons
 
 
 def warn_of_fallback(parameters: Sequence[Tensor], reasons: Mapping[Tensor, str]) -> None:
