@@ -22,7 +22,6 @@ from bprong.optim.rules import (
     note_lengths,
     products,
 )
-from bprong.parallel.processes import summed
 from bprong.whitening.layer import SideName
 from bprong.whitening.layers import Layers
 
@@ -155,8 +154,7 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
     squared = 0.0
     for p, product in zip(natural, numbers, strict=False):
         squared += squares[p] * product
-    squared = summed(squared, values.values()) if gradients.sliced else squared
-    return math.sqrt(max(squared, 0.0))
+    return math.sqrt(max(gradients.summed(squared), 0.0))
 
 
 def _weights_of_biases(rates: Rates, layers: Layers) -> dict[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from bprong.optim.options import Options, Setup
 from bprong.optim.report import RECENT, Report, layer_row
 from bprong.optim.rules import Directions, Group, StepRule
 from bprong.optim.spectral import Spectral, SpectralDirections
-from bprong.optim.stepping import SteppingOptimizer, fallback_of, name_in
+from bprong.optim.stepping import SteppingOptimizer, name_in
 from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import unwrapped
 from bprong.whitening.layer import Layer, SideName
@@ -248,8 +248,7 @@ class BPRONG(SteppingOptimizer):
         whitening = self._whitening
         total = math.inf if self._started is None else time.perf_counter() - self._started
         t = whitening.schedule.t
-        fallback = fallback_of(self._model, self._parameters, whitening)
-        reasons = {name_in(self._model, p): reason for p, reason in fallback.items()}
+        reasons = {name_in(self._model, p): reason for p, reason in self._fallback_reasons().items()}
         rows = [layer_row(layer, t, self._rule.damping) for layer in whitening.layers.values()]
         shares = {purpose: seconds / total for purpose, seconds in whitening.seconds.items()}
         undone = sum(t - step < RECENT for step in self._rule.undone_at)

@@ -65,6 +65,10 @@ class Gradients:
         """For random numbers of this step."""
         return mixed(self.base_seed, self.t)
 
+    def summed(self, value: float) -> float:
+        """The sum over all processes of what each computed from its slices; the value, if nothing is sliced."""
+        return summed(value, self.values.values()) if self.sliced else value
+
 
 class NotFiniteError(ArithmeticError):
     """A gradient may not be finite; nothing was changed."""
