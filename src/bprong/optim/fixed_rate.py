@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bprong.errors import warn
 from bprong.linalg.factors import Damping
 from bprong.optim.fallback import Fallback
 from bprong.optim.options import Setup
@@ -53,8 +52,6 @@ class FixedRate(RuleWithDamping):
         super().__init__(damping, few)
         self._max_step = max_step
         self._fallback = fallback
-        self._momentum = 0.0  # the largest that was given, before a scheduler changed it
-        self._warned = False
         self.checks = max_step is not None
 
     @classmethod
@@ -62,13 +59,10 @@ class FixedRate(RuleWithDamping):
         """BPRONG's steps are bounded by default."""
         bound = setup.bound(MAX_STEP if setup.both_sides else None)
         few = setup.has_default_damping and bound is not None
-        return cls(natural_damping(setup), bound, setup.options.fallback(FALLBACK_RATE), few)
+        return cls(natural_damping(setup), bound, setup.options.fallback(), few)
 
     def __str__(self) -> str:
         return "natural steps"
-
-    def check_group(self, group: Group) -> None:
-        self._momentum = max(self._momentum, float(group["momentum"]))
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         groups = gradients.groups
@@ -87,28 +81,15 @@ class FixedRate(RuleWithDamping):
             note_lengths(velocities, layers, factors)
         others = {p: g for p, g in gradients.values.items() if p not in natural}
         if others:
-            rates = {p: rates[p] * self._fallback_part(groups[p]) for p in others}
+            rates = {p: rates[p] * self._adams_rate(groups[p]) for p in others}
             for p, direction in self._fallback.directions(others, gradients.states, rates).items():
                 p.add_(direction)
 
-    def _fallback_part(self, group: Group) -> float:
-        """The part of a group's rate at which Adam's stays within its limit. A schedule lowers both."""
+    def _adams_rate(self, group: Group) -> float:
+        """Adam's learning rate relative to the group's, within its limit. A schedule lowers both."""
         if self._max_step is None:
-            return 1.0
-        return min(1.0, MOST_FALLBACK / max(self._fallback.rate * _highest(group), 1e-300))
-
-    def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
-        """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""
-        if self._warned or self._momentum:
-            return
-        cycled = max((float(group.get("max_momentum", 0)) for group in gradients.groups.values()), default=0.0)
-        if cycled:
-            self._warned = True
-            warn(
-                f"a scheduler, such as OneCycleLR or CyclicLR, has written a momentum of up to {cycled:g} into the "
-                f"parameter groups, although none was given: steps become up to {1 / (1 - cycled):.0f} times longer, "
-                f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
-            )
+            return FALLBACK_RATE
+        return min(FALLBACK_RATE, MOST_FALLBACK / max(_highest(group), 1e-300))
 
     def _scale(self, natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers) -> float:
         """The factor that reduces a step to the bound.
@@ -117,12 +98,11 @@ class FixedRate(RuleWithDamping):
         the bound. A learning rate below its highest lowers the bound too.
         """
         if self._max_step is None:
-            self._warn_of_cycled_momentum(gradients)
             return 1.0
         groups = list({id(group): group for group in gradients.groups.values()}.values())
         scheduled = max([float(group["lr"]) / (_highest(group) or 1.0) for group in groups])
         if not scheduled:  # velocities advance as at a very small rate
-            rates = {p: _highest(group) for p, group in gradients.groups.items()}
+            rates = {p: group["highest_lr"] for p, group in gradients.groups.items()}
             scheduled = 1.0
         momentum = max([float(group["momentum"]) for group in groups])
         length = _length(natural, rates, gradients, layers)
@@ -151,9 +131,7 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
     numbers = products(pairs)
     if not (gradients.checked or math.isfinite(sum(numbers))):
         raise NotFiniteError
-    squared = 0.0
-    for p, product in zip(natural, numbers, strict=False):
-        squared += squares[p] * product
+    squared = sum([squares[p] * product for p, product in zip(natural, numbers, strict=False)])
     return math.sqrt(max(gradients.summed(squared), 0.0))
 
 

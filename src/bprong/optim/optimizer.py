@@ -172,7 +172,7 @@ class BPRONG(SteppingOptimizer):
         )  # fmt: skip
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
-        self._forget()
+        self._listen()
 
     @classmethod
     def factory(
@@ -213,7 +213,8 @@ class BPRONG(SteppingOptimizer):
         For training in eval mode, for models that are called through a wrapper, and for fisher="empirical", which
         needs y.
         """
-        self._recorder.observe(x, y)
+        if self._observes:
+            self._recorder.observe(x, y)
 
     def recording(self) -> AbstractContextManager[Callable[..., None]]:
         """For models that are not called as model(x): measures a forward pass of your own.

@@ -76,9 +76,9 @@ class Options:
             raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(names)}")
         return cls(**options or {})
 
-    def fallback(self, rate: float = 1.0) -> Fallback:
-        """The rule of parameters that are not whitened; rate: its learning rate, relative to the group's."""
-        return Fallback(rate, self.fallback_betas)
+    def fallback(self) -> Fallback:
+        """The rule of parameters that are not whitened."""
+        return Fallback(self.fallback_betas)
 
     def schedule(self, layers: Layers, every: int | Periods | None, backward: bool, rule: Defaults) -> Schedule:
         """The schedule of layers; refuses what has no effect in the mode that was chosen."""

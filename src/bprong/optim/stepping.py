@@ -26,6 +26,7 @@ from bprong.errors import warn
 from bprong.likelihood.loss import Loss
 from bprong.optim.auto.race import Race
 from bprong.optim.averaging import AveragedWeights
+from bprong.optim.checkpoint import KEY
 from bprong.optim.options import Options
 from bprong.optim.rules import Gradients, Group, NotFiniteError, StepRule, read
 from bprong.parallel.processes import Ranks, local, summed
@@ -86,7 +87,7 @@ class SteppingOptimizer(Optimizer):
             reshard(self._model)
         whitening = self._whitening
         if self._make(self._gradients()) and not (whitening.due or whitening.unused):
-            whitening.due = whitening.schedule.is_due  # nothing was measured, so that the plan is still right
+            whitening.due = whitening.schedule.t == whitening.schedule.next  # as planned: nothing was measured
         else:
             whitening.attend()
         self._forget()
@@ -184,8 +185,9 @@ class SteppingOptimizer(Optimizer):
         self._rule.prepare(replace(gradients, groups=groups, noted=False), whitening.layers)
         for p in gradients.values:
             state = self.state[p]
-            for key in state:
+            for key in state.keys() - {KEY}:
                 state[key] = state[key] * 0  # steps are counted there
+            state[KEY] = {}
 
     def _refuses(self, gradients: Gradients) -> bool:
         """Warns of gradients that are not finite or, after several in a row, raises an error; False: they all are."""
@@ -225,7 +227,7 @@ class SteppingOptimizer(Optimizer):
         whitening = self._whitening
         if self._started is None:  # what was measured in the first backward pass counts too
             self._started = time.perf_counter() - sum(whitening.seconds.values())
-        if whitening.measures:
+        if whitening.due or (whitening.unused and whitening.measures):
             request = whitening.request()
             with timed(whitening.seconds, "statistics"), self._ranks.whole(self._model) as parameters:
                 moments = partial(self._meter.moments, gradients.batches, request, parameters)
@@ -238,7 +240,8 @@ class SteppingOptimizer(Optimizer):
 
     def _forget(self) -> None:
         """After a step, whether it was made, undone or refused: forgets its batches, and listens for the next."""
-        self._recorder.forget()
+        if self._observes:
+            self._recorder.forget()
         self._meter.recorded.clear()
         self._listen()
 
