@@ -23,7 +23,7 @@ from bprong.linalg.moments import Limits
 from bprong.optim.auto.race import Race
 from bprong.optim.auto.step import Automatic, NaturalDirections
 from bprong.optim.averaging import AveragedWeights
-from bprong.optim.checkpoint import AVERAGES, check_demoted, packed, unpacked, with_entries, without_entries
+from bprong.optim.checkpoint import AVERAGES, packed, unpacked, with_entries, without_entries
 from bprong.optim.factory import factory
 from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
@@ -289,7 +289,6 @@ class BPRONG(SteppingOptimizer):
         if self._race is not None and "race" in state_dict:
             self._rule = self._race.load_state_dict(state_dict["race"], parameters, self._rule, whitening.layers)
         schedule, rule, layers = unpacked(type(self).__name__, parameters, whitening, self._rule, entries)
-        check_demoted(parameters, [layer for name, layer in whitening.layers.items() if layers.get(name) == {}], others)
         super().load_state_dict(others)
         self._rule.load_state_dict(rule, parameters)
         whitening.load_state_dict(schedule, layers)
