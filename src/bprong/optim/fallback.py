@@ -53,10 +53,8 @@ class Fallback:
         torch._foreach_add_(denominators, [max(self.eps, _vanishing(each.dtype, second)) for each in v])
         steps = torch._foreach_div(m, denominators)
         torch._foreach_mul_(steps, [-rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)])
-        direction = {}
-        for p, step in zip(gradients, steps, strict=True):
-            direction[p] = torch.view_as_complex(step) if p.is_complex() else step
-        return direction
+        direction = zip(gradients, steps, strict=True)
+        return {p: torch.view_as_complex(step) if p.is_complex() else step for p, step in direction}
 
 
 @functools.cache

@@ -47,7 +47,7 @@ class FixedRate(RuleWithDamping):
         damping: Mapping[SideName, Damping],
         max_step: float | None,
         fallback: Fallback,
-        few: bool = False,
+        few: bool,
     ) -> None:
         super().__init__(damping, few)
         self._max_step = max_step

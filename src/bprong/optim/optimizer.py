@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +28,7 @@ from bprong.optim.factory import factory
 from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
 from bprong.optim.report import RECENT, Report, layer_row
-from bprong.optim.rules import Directions, Group, StepRule
+from bprong.optim.rules import Group
 from bprong.optim.spectral import Spectral, SpectralDirections
 from bprong.optim.stepping import SteppingOptimizer, name_in
 from bprong.parallel.processes import Ranks
@@ -39,12 +39,6 @@ from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods
 
 StepKind = Literal["auto", "natural", "spectral"]
-# By the name of a step: the rule at a given learning rate, and the directions of steps without one, at first.
-STEPS: Mapping[str, tuple[Callable[[Setup], StepRule], type[Directions]]] = {
-    "auto": (FixedRate.of, NaturalDirections),
-    "natural": (FixedRate.of, NaturalDirections),
-    "spectral": (Spectral.of, SpectralDirections),
-}
 
 
 class BPRONG(SteppingOptimizer):
@@ -148,12 +142,14 @@ class BPRONG(SteppingOptimizer):
         setup = Setup(
             self._model, self._loss, head, self._options, dampings, max_step, self._whitens_backward, self._ranks
         )  # fmt: skip
-        at_given_rate, directions = STEPS[one_of("step", step, tuple(STEPS))]
-        is_automatic = lr == "auto"
-        if is_automatic and step == "auto":
-            self._race = Race.of(setup)
-            directions = directions if self._race else SpectralDirections
-        self._rule = Automatic.of(setup, directions) if is_automatic else at_given_rate(setup)
+        is_spectral = one_of("step", step, get_args(StepKind)) == "spectral"
+        if lr == "auto":
+            if step == "auto":
+                self._race = Race.of(setup)
+                is_spectral = self._race is None
+            self._rule = Automatic.of(setup, SpectralDirections if is_spectral else NaturalDirections)
+        else:
+            self._rule = Spectral.of(setup) if is_spectral else FixedRate.of(setup)
         defaults = {
             "lr": 1.0 if lr == "auto" else lr,
             "momentum": self._rule.momentum if momentum is None else momentum,
@@ -265,7 +261,7 @@ class BPRONG(SteppingOptimizer):
         group = self.defaults | dict(param_group)
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             group[key] = number(key, group[key], 0, below)
-        (self._rule if self._race is None else self._race).check_group(group)
+        (self._race or self._rule).check_group(group)
         super().add_param_group(group)
         self._whitening.given = set(self._parameters)
         self._recorder.trained = self._whitening.given

@@ -54,8 +54,6 @@ class Options:
     output: Key | None = None
 
     def __post_init__(self) -> None:
-        if self.seed is not None:
-            integer("options['seed']", self.seed, 0)
         one_of("options['power']", self.power, get_args(Power))
         one_of("options['solver']", self.solver, get_args(Solver))
         integer("options['max_dim']", self.max_dim, 1)

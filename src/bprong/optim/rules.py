@@ -76,8 +76,8 @@ class NotFiniteError(ArithmeticError):
 
 def kept(state: dict[str, Any], key: str, like: Tensor) -> Tensor:
     """A tensor in the state of a parameter, which starts at zero; converted, if the model was."""
-    state[key] = state[key].to(like.dtype) if key in state else torch.zeros_like(like)
-    tensor: Tensor = state[key]
+    tensor: Tensor = state[key].to(like.dtype) if key in state else torch.zeros_like(like)
+    state[key] = tensor
     return tensor
 
 
@@ -260,8 +260,7 @@ def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float]
     for layer in layers.values():
         if layer.weight in steps:
             step = steps[layer.weight]
-            if local(step) is step:
-                length = float((step if layer.linear.rows is None else step[layer.linear.rows]).norm())
-            else:  # of the whole parameter
-                length = math.sqrt(summed(float(local(step).square().sum()), [step]))
+            rows = layer.linear.rows
+            part = local(step) if rows is None or is_sliced(step) else step[rows]  # slices: of the whole parameter
+            length = math.sqrt(summed(float(part.norm()) ** 2, [step]))
             layer.step_norm = length if rates is None else rates[layer.weight] * length

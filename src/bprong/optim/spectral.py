@@ -113,12 +113,12 @@ class SpectralDirections(Directions):
             torch._foreach_div_(steps, norms)
             scales = [scale * self.rms * math.sqrt(d.numel()) for scale, d in zip(scales, steps, strict=True)]
         torch._foreach_mul_(steps, scales)
-        for step, u in zip(steps, units, strict=True):
-            if u is not None:
-                step.div_(u)
-        biases = [pairs[layer][1] for layer in directions]
-        zeros = [None if M_b is None else torch.zeros_like(M_b) for M_b in biases]
-        return dict(zip(directions, zip(steps, zeros, strict=True), strict=True))
+        weights_and_biases: dict[Layer, WeightAndBias] = {}
+        for layer, step, u in zip(directions, steps, units, strict=True):
+            M_b = pairs[layer][1]
+            zero = None if M_b is None else torch.zeros_like(M_b)
+            weights_and_biases[layer] = step if u is None else step.div_(u), zero
+        return weights_and_biases
 
 
 class Spectral(RuleWithDamping):
@@ -127,7 +127,7 @@ class Spectral(RuleWithDamping):
     momentum = SpectralDirections.momentum
     early_parts = SpectralDirections.early_parts
 
-    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirections, few: bool = False) -> None:
+    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirections, few: bool) -> None:
         super().__init__(damping, few)
         self.direction = direction
 
