@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bprong.linalg.factors import Damping
-from bprong.optim.fallback import Fallback
 from bprong.optim.options import Setup
 from bprong.optim.rules import (
     Gradients,
@@ -42,24 +41,12 @@ class FixedRate(RuleWithDamping):
     max_step:  a bound on the length of each step in the Fisher metric, momentum included; None: no bound
     """
 
-    def __init__(
-        self,
-        damping: Mapping[SideName, Damping],
-        max_step: float | None,
-        fallback: Fallback,
-        few: bool,
-    ) -> None:
-        super().__init__(damping, few)
-        self._max_step = max_step
-        self._fallback = fallback
-        self.checks = max_step is not None
-
-    @classmethod
-    def of(cls, setup: Setup) -> FixedRate:
+    def __init__(self, setup: Setup) -> None:
         """BPRONG's steps are bounded by default."""
-        bound = setup.bound(MAX_STEP if setup.both_sides else None)
-        few = setup.has_default_damping and bound is not None
-        return cls(natural_damping(setup), bound, setup.options.fallback(), few)
+        self._max_step = setup.bound(MAX_STEP if setup.both_sides else None)
+        self._fallback = setup.options.fallback()
+        self.checks = self._max_step is not None
+        super().__init__(natural_damping(setup), few=self.checks and setup.has_default_damping)
 
     def __str__(self) -> str:
         return "natural steps"

@@ -138,7 +138,11 @@ class BPRONG(SteppingOptimizer):
         self._loss = declared_loss(loss)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         head = Head(self._options.output, self._loss.functions)
-        dampings: dict[SideName, float | Damping | None] = {"forward": forward_damping, "backward": backward_damping}
+        dampings: dict[SideName, float | Damping] = {}
+        if forward_damping is not None:
+            dampings["forward"] = forward_damping
+        if backward_damping is not None:
+            dampings["backward"] = backward_damping
         setup = Setup(
             self._model, self._loss, head, self._options, dampings, max_step, self._whitens_backward, self._ranks
         )  # fmt: skip
@@ -149,7 +153,7 @@ class BPRONG(SteppingOptimizer):
                 is_spectral = self._race is None
             self._rule = Automatic.of(setup, SpectralDirections if is_spectral else NaturalDirections)
         else:
-            self._rule = Spectral.of(setup) if is_spectral else FixedRate.of(setup)
+            self._rule = Spectral(setup) if is_spectral else FixedRate(setup)
         defaults = {
             "lr": 1.0 if lr == "auto" else lr,
             "momentum": self._rule.momentum if momentum is None else momentum,

@@ -103,7 +103,7 @@ def _refuse(without_effect: bool, name: str, reason: str) -> None:
 class Setup:
     """What a rule is made from.
 
-    dampings:    of the inputs and of the errors, as the user gave them; None: the rule's default
+    dampings:    of the sides, as the user gave them; the others have the rule's default
     max_step:    the user's bound on the length of a step; "auto": the rule's default
     both_sides:  whether errors are whitened too
     """
@@ -112,22 +112,18 @@ class Setup:
     loss: Loss
     head: Head
     options: Options
-    dampings: Mapping[SideName, float | Damping | None]
+    dampings: Mapping[SideName, float | Damping]
     max_step: float | Literal["auto"] | None
     both_sides: bool
     ranks: Ranks
 
     @property
     def has_default_damping(self) -> bool:
-        return all(damping is None for damping in self.dampings.values())
+        return not self.dampings
 
     def damping(self, defaults: Mapping[SideName, float | Damping]) -> dict[SideName, Damping]:
         """The damping of each side."""
-        dampings = {}
-        for name, default in defaults.items():
-            given_damping = self.dampings[name]
-            dampings[name] = Damping.of(default if given_damping is None else given_damping)
-        return dampings
+        return {name: Damping.of(damping) for name, damping in {**defaults, **self.dampings}.items()}
 
     def bound(self, default: float | None) -> float | None:
         """The bound on the length of a step; None: there is none."""

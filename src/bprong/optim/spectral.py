@@ -127,15 +127,11 @@ class Spectral(RuleWithDamping):
     momentum = SpectralDirections.momentum
     early_parts = SpectralDirections.early_parts
 
-    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirections, few: bool) -> None:
-        super().__init__(damping, few)
-        self.direction = direction
-
-    @classmethod
-    def of(cls, setup: Setup) -> Spectral:
+    def __init__(self, setup: Setup) -> None:
         if setup.bound(None) is not None:
             raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
-        return cls(setup.damping(DAMPING), SpectralDirections.of(setup), setup.has_default_damping)
+        self.direction = SpectralDirections.of(setup)
+        super().__init__(setup.damping(DAMPING), few=setup.has_default_damping)
 
     def __str__(self) -> str:
         return "spectral steps"
