@@ -59,24 +59,22 @@ class FixedRate(RuleWithDamping):
         if weights := _weights_of_biases(rates, layers):
             # They move by η_b d_b − η_W d_W c, also if their own rate is zero.
             steps = layers.natural_gradients(gradients.values, rates)
-            rates |= {bias: rates[bias] or rates[weight] for bias, weight in weights.items()}
-            natural |= {bias: steps[bias] / rates[bias] for bias in weights}
+            for bias, weight in weights.items():
+                rates[bias] = rates[bias] or rates[weight]
+                natural[bias] = steps[bias] / rates[bias]
         decay_(groups)
         factors = {p: rates[p] * (1.0 if groups[p]["momentum"] else scale) for p in natural}
         velocities = _make_(natural, factors, scale, gradients)
         if gradients.noted:
             note_lengths(velocities, layers, factors)
         others = {p: g for p, g in gradients.values.items() if p not in natural}
+        for p in others:
+            rates[p] *= FALLBACK_RATE
+            if self._max_step is not None:  # a schedule lowers the limit too
+                rates[p] *= min(1.0, MOST_FALLBACK / max(FALLBACK_RATE * groups[p]["highest_lr"], 1e-300))
         if others:
-            rates = {p: rates[p] * self._adams_rate(groups[p]) for p in others}
             for p, direction in self._fallback.directions(others, gradients.states, rates).items():
                 p.add_(direction)
-
-    def _adams_rate(self, group: Group) -> float:
-        """Adam's learning rate relative to the group's, within its limit. A schedule lowers both."""
-        if self._max_step is None:
-            return FALLBACK_RATE
-        return min(FALLBACK_RATE, MOST_FALLBACK / max(_highest(group), 1e-300))
 
     def _scale(self, natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers) -> float:
         """The factor that reduces a step to the bound.
@@ -86,12 +84,14 @@ class FixedRate(RuleWithDamping):
         """
         if self._max_step is None:
             return 1.0
-        groups = list({id(group): group for group in gradients.groups.values()}.values())
-        scheduled = max([float(group["lr"]) / (_highest(group) or 1.0) for group in groups])
+        scheduled = 0.0
+        momentum = 0.0
+        for group in {id(group): group for group in gradients.groups.values()}.values():
+            scheduled = max(scheduled, float(group["lr"]) / (_highest(group) or 1.0))
+            momentum = max(momentum, float(group["momentum"]))
         if not scheduled:  # velocities advance as at a very small rate
             rates = {p: group["highest_lr"] for p, group in gradients.groups.items()}
             scheduled = 1.0
-        momentum = max([float(group["momentum"]) for group in groups])
         length = _length(natural, rates, gradients, layers)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
@@ -118,7 +118,9 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
     numbers = products(pairs)
     if not (gradients.checked or math.isfinite(sum(numbers))):
         raise NotFiniteError
-    squared = sum([squares[p] * product for p, product in zip(natural, numbers, strict=False)])
+    squared = 0.0
+    for p, product in zip(natural, numbers, strict=False):
+        squared += squares[p] * product
     return math.sqrt(max(gradients.summed(squared), 0.0))
 
 

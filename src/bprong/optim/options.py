@@ -85,18 +85,14 @@ class Options:
         else:
             periods = Periods(1, refresh="drift") if every is None else Periods(integer("every", every, 1))
         one_of("refresh", periods.refresh, get_args(Mode))
-        if not backward:
-            _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
-            _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
+        if not backward and periods.backward_every is not None:
+            raise ValueError("backward_every would have no effect: PRONG whitens forward only")
+        if not backward and self.fisher != "sampled":
+            raise ValueError("fisher would have no effect: PRONG measures no errors")
         overhead = OVERHEAD if every is None else None
         return Schedule(
             layers, periods, self.fisher, self.average, self.seed, overhead, rule.early_steps, rule.early_parts
         )
-
-
-def _refuse(without_effect: bool, name: str, reason: str) -> None:
-    if without_effect:
-        raise ValueError(f"{name} would have no effect: {reason}")
 
 
 @dataclass(frozen=True)

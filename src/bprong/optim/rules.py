@@ -54,9 +54,9 @@ class Gradients:
     states: States
     t: int
     base_seed: int
-    noted: bool = False
-    sliced: bool = False
-    checked: bool = True
+    noted: bool
+    sliced: bool
+    checked: bool
     batches: Sequence[Batch] = ()
     factor: float | None = 1.0
 

@@ -150,11 +150,11 @@ class SteppingOptimizer(Optimizer):
                 values[p] = gradient
         schedule = self._whitening.schedule
         is_sharded = self._ranks.sharded
-        is_averaged = self._averages is not None  # weights are added before a rule checks
-        checked = self._observes or is_sharded or is_averaged or not self._rule.checks or schedule.t == 0
+        checks = self._rule.checks and self._averages is None  # weights are added before a rule checks
         return Gradients(
             values, groups, self.state, schedule.t, schedule.base_seed,
-            noted=self._whitening.due, sliced=is_sharded, checked=checked,
+            noted=self._whitening.due, sliced=is_sharded,
+            checked=self._observes or is_sharded or not checks or schedule.t == 0,
         )  # fmt: skip
 
     def _accepts(self, gradients: Gradients) -> bool:
@@ -191,14 +191,12 @@ class SteppingOptimizer(Optimizer):
 
     def _refuses(self, gradients: Gradients) -> bool:
         """Warns of gradients that are not finite or, after several in a row, raises an error; False: they all are."""
-        names = []
-        for p, g in gradients.values.items():
-            if summed(float(not local(g).isfinite().all()), [g]):
-                names.append(name_in(self._model, p))
-        if not names:  # every number is finite, but the square of one overflows
+        wrong = [p for p, g in gradients.values.items() if summed(not local(g).isfinite().all(), [g])]
+        if not wrong:  # every number is finite, but the square of one overflows
             return False
         self._refused += 1
-        message = f"step {gradients.t} refused: the gradient of {', '.join(names)} is not finite"
+        names = ", ".join(name_in(self._model, p) for p in wrong)
+        message = f"step {gradients.t} refused: the gradient of {names} is not finite"
         if self._refused >= PATIENCE:
             raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
         # Two in a row are not one bad batch but a bad step.
