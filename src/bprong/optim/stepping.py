@@ -171,23 +171,8 @@ class SteppingOptimizer(Optimizer):
         self._refused = 0
         if gradients.t > 0 or gradients.summed(any(bool(g.any()) for g in slices)):
             return True
-        self._prepare(gradients)
+        prepare(gradients, self._rule, self._whitening)
         return False
-
-    def _prepare(self, gradients: Gradients) -> None:
-        """Creates the states of the parameters, which distributed checkpoints ask for before they load them.
-
-        gradients: all zero
-        """
-        whitening = self._whitening
-        whitening.share()
-        groups = {p: group | {"lr": 0.0} for p, group in gradients.groups.items()}
-        self._rule.prepare(replace(gradients, groups=groups, noted=False), whitening.layers)
-        for p in gradients.values:
-            state = self.state[p]
-            for key in state.keys() - {KEY}:
-                state[key] = state[key] * 0  # steps are counted there
-            state[KEY] = {}
 
     def _refuses(self, gradients: Gradients) -> bool:
         """Warns of gradients that are not finite or, after several in a row, raises an error; False: they all are."""
@@ -269,6 +254,21 @@ class SteppingOptimizer(Optimizer):
         """For deepcopy and pickle: torch's own state and ours, without batches."""
         ours = {name: getattr(self, name) for name in SteppingOptimizer.__annotations__}
         return super().__getstate__() | ours | {"_started": None}
+
+
+def prepare(gradients: Gradients, rule: StepRule, whitening: Whitening) -> None:
+    """Creates the states of the parameters, which distributed checkpoints ask for before they load them.
+
+    gradients: all zero
+    """
+    whitening.share()
+    groups = {p: group | {"lr": 0.0} for p, group in gradients.groups.items()}
+    rule.prepare(replace(gradients, groups=groups, noted=False), whitening.layers)
+    for p in gradients.values:
+        state = gradients.states[p]
+        for key in state.keys() - {KEY}:
+            state[key] = state[key] * 0  # steps are counted there
+        state[KEY] = {}
 
 
 def name_in(model: nn.Module, parameter: Tensor) -> str:
