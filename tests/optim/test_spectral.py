@@ -143,10 +143,9 @@ def test_rewhitening_with_muon_and_adam_for_biases(turn):
     every = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
     solvers = ["eigh", "cholesky"] if turn else ["eigh", "eigh"]
     rewhitenings = [
-        bprong.Rewhitening(model, [muon, adam], "mse", fisher="exact", samples=(x, None), solver=solver, **every)
-        for solver in solvers
+        bprong.Rewhitening(model, [muon, adam], "mse", fisher="exact", solver=solver, **every) for solver in solvers
     ]
-    rewhitenings[0].step()
+    rewhitenings[0].step(x)
     for xb, yb in batches(x, y, 20, 2):
         for optimizer in (muon, adam):
             optimizer.zero_grad()
@@ -157,7 +156,7 @@ def test_rewhitening_with_muon_and_adam_for_biases(turn):
     buffer = muon.state[first.weight_dagger]["momentum_buffer"]
     before = first.U.T @ buffer.T @ first.R
     inverse_before = first.R.T @ first.R
-    rewhitenings[1].step()
+    rewhitenings[1].step(x)
     assert_close(first.U.T @ buffer.T @ first.R @ torch.linalg.inv(first.R.T @ first.R) @ inverse_before, before, 1e-8)
 
 

@@ -26,7 +26,7 @@ from bprong.capture.weights import WeightMatrix
 from bprong.likelihood.families import drawing, mixed
 from bprong.likelihood.loss import Loss, Targets
 from bprong.linalg.moments import Sums, to_float64
-from bprong.parallel.processes import Ranks, is_sliced
+from bprong.parallel.processes import ALONE, Ranks, is_sliced
 
 
 @contextmanager
@@ -134,7 +134,7 @@ class Meter:
     head: Head
     request: Callable[[], Request]
     seconds: dict[str, float]
-    ranks: Ranks
+    ranks: Ranks = ALONE
     recorded: list[dict[str, LayerMoments]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:

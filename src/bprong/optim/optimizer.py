@@ -286,7 +286,9 @@ class BPRONG(SteppingOptimizer):
         if self._race is not None and "race" in state_dict:
             self._rule = self._race.load_state_dict(state_dict["race"], parameters, self._rule, whitening.layers)
         schedule, rule, layers = unpacked(type(self).__name__, parameters, whitening, self._rule, entries)
-        check_demoted([layer for layer in whitening.layers.values() if not layers[layer.name]], parameters, others)
+        check_demoted(
+            [layer for layer in whitening.layers.values() if layers.get(layer.name) == {}], parameters, others
+        )
         super().load_state_dict(others)
         self._rule.load_state_dict(rule, parameters)
         whitening.load_state_dict(schedule, layers)

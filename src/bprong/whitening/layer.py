@@ -261,17 +261,18 @@ class Layer:
         if side.of_inputs:
             self.c = None if moments.mean is None else feature_means(moments.mean, side.blocks).to(self.like)
 
-    def failed(self, side: Side, reason: WhiteningError) -> None:
-        """Warns; raises when the side has failed PATIENCE times in a row."""
+    def failed(self, side: Side, reason: WhiteningError, quiet: bool = False) -> None:
+        """Warns, unless `quiet`; raises when the side has failed PATIENCE times in a row."""
         side.failures += 1
         if side.failures >= PATIENCE:
             message = f"layer {self.name!r}, {side.name} whitening, {PATIENCE} times in a row: {reason}"
             raise WhiteningError(f"{message}. Check its inputs, or give a larger damping") from reason
-        self.warn(side, reason)
+        if not quiet:
+            self.warn(side, reason)
 
     def warn(self, side: Side, reason: object) -> None:
-        """Warns that a side keeps its factor, once for each reason, which both sides of a layer often share."""
-        kind = re.sub(r"[-+.e\d]", "", str(reason))  # without numbers
+        """Warns that a side keeps its factor, once for each side and reason."""
+        kind = side.name + re.sub(r"[-+.e\d]", "", str(reason))  # without numbers
         if kind not in self._warned:
             self._warned.add(kind)
             warn(f"layer {self.name!r} keeps its previous {side.name} whitener: {reason}")

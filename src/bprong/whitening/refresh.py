@@ -62,6 +62,7 @@ def refresh(
     if schedule.periods.refresh == "drift":
         pending = _drifted(pending, schedule, ranks)
     factors = shared_factors(pending, ranks) if ranks.owners else {}
+    failed = set()
     for side, (layer, moments, epsilon) in pending.items():
         factor = factors.get(side)
         try:
@@ -69,7 +70,8 @@ def refresh(
                 raise factor
             take(layer, side, moments, epsilon, factor)
         except WhiteningError as reason:
-            layer.failed(side, reason)
+            layer.failed(side, reason, quiet=layer in failed)  # both sides of a layer often fail for one reason
+            failed.add(layer)
         else:
             side.refreshed_at = schedule.t
             side.failures = 0
