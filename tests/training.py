@@ -7,10 +7,21 @@ import torch
 import torch.nn.functional as F
 
 import bprong
+from bprong.capture.measure import Meter
+from bprong.capture.recorder import Recorder
+from bprong.capture.request import Request
+from bprong.capture.tape import Head
 from helpers import assert_close, classification, mlp, snapshot
 
 literal = partial(bprong.BPRONG, max_step=None)  # the paper's literal steps
 EXACT = {"fisher": "exact", "average": 0.0}
+
+
+def recorder_of(model, declared, reads=True, keeps=True):
+    """A recorder of a model's calls that measures nothing."""
+    nothing = partial(Request, {}, set(), set(), None)
+    meter = Meter(model, declared, Head(None, declared.functions), nothing, {})
+    return Recorder(model, meter, reads, keeps)
 
 
 def batches(x, y, size, steps):

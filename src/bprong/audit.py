@@ -11,16 +11,16 @@ over x.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from bprong.capture.measure import record
-from bprong.capture.request import Request
-from bprong.capture.weights import weight_matrices_of, weight_matrix_of
+from bprong.capture.request import LayerMoments, Request
+from bprong.capture.weights import WeightMatrix, weight_matrix_of
 from bprong.likelihood.declared import Declaration, declared_loss
 from bprong.linalg.moments import Limits, Moments, finite, float64_copy
 from bprong.network.layers import WhitenedLinear
@@ -32,15 +32,18 @@ EXACT_UP_TO = 3000  # parameters: a matrix of 72 MB, and a few seconds for its e
 class FisherFactors:
     """What the Fisher matrix of one layer is computed from, in the layer's own coordinates, float64.
 
-    z_bar:    (n, rows, in+1), or (n, rows, in) without a bias
-    delta:    (roots, n, rows, out); the sum over roots takes the expectation over labels
-    targets:  what sums over examples, roots and rows are divided by
+    z_bar:   (n, rows, in+1), or (n, rows, in) without a bias
+    errors:  moments of δ: of the errors of all roots, examples and rows, or of their products alone
     """
 
     name: str
     z_bar: Tensor
-    delta: Tensor
-    targets: float
+    errors: Moments
+
+    @property
+    def delta(self) -> Tensor:
+        """δ: (roots, n, rows, out); the sum over roots takes the expectation over labels."""
+        return self.errors.values.view(-1, *self.z_bar.shape[:2], self.errors.values.shape[-1])
 
     def Z(self, other: FisherFactors) -> Tensor:
         """Return E[z̄z̄ᵀ] between this layer and another, the mean over rows."""
@@ -48,66 +51,54 @@ class FisherFactors:
 
     def D(self, other: FisherFactors) -> Tensor:
         """Return E[δδᵀ] between this layer and another, summed over rows, per target."""
-        return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.targets
+        return torch.einsum("knro,knrp->op", self.delta, other.delta) / self.errors.weight
 
 
-def fisher_factors(model: nn.Module, x: Any, loss: Declaration) -> list[FisherFactors]:
+def fisher_factors(model: nn.Module, x: Any, loss: Declaration, rows: bool = True) -> list[FisherFactors]:
     """Return z̄ and δ of every `nn.Linear` and `WhitenedLinear` of the model on x. The model stays as it was.
 
-    Convolutions, and layers that are whitened in several blocks, are left out. The errors of all examples are stored.
+    Convolutions, and layers that are whitened in several blocks, are left out.
+
+    rows: whether to store the errors of all examples
     """
-    factors = []
-    for name, z_bar, errors, targets in _measured(model, x, loss, rows=True):
-        delta = errors.view(-1, *z_bar.shape[:2], errors.shape[-1])
-        factors.append(FisherFactors(name, z_bar, delta, targets))
-    return factors
+    weights = []
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, WhitenedLinear):
+            weight = weight_matrix_of(name, module, Limits(sys.maxsize))
+            if not (weight.inputs.lead or weight.outputs.lead):
+                weights.append(weight)
+    if not weights:
+        raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
+    names = {weight.name for weight in weights}
+    likelihood = declared_loss(loss).likelihood
+    request = Request(dict.fromkeys(weights, False), names, names, likelihood, "exact", rows=rows, precise=True)
+    measured = record(model, request, x)
+    return [_factors_of(weight, measured[weight.name]) for weight in weights if measured[weight.name].delta]
 
 
 def second_moments(model: nn.Module, x: Any, loss: Declaration) -> dict[str, tuple[Tensor, Tensor]]:
     """Return E[z̄z̄ᵀ] and E[δδᵀ] of every linear layer in its own coordinates; errors of examples are not stored."""
-    sides = {}
-    for name, z_bar, D, _ in _measured(model, x, loss, rows=False):
-        rows = z_bar.flatten(0, 1)
-        sides[name] = rows.T @ rows / len(rows), D
-    return sides
+    return {layer.name: (layer.Z(layer), layer.errors.second) for layer in fisher_factors(model, x, loss, rows=False)}
 
 
-def _measured(model: nn.Module, x: Any, loss: Declaration, rows: bool) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Yield the name, z̄, the errors and the number of targets of each layer that the audit supports.
-
-    rows: whether the errors are those of all examples, or E[δδᵀ]
-    """
-    weights = {}  # whose z is not centred
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            weights[weight_matrices_of(name, module, Limits(sys.maxsize))[0]] = False
-        elif isinstance(module, WhitenedLinear) and not (module.forward_blocks.lead or module.backward_blocks.lead):
-            weights[weight_matrix_of(name, module)] = False
-    if not weights:
-        raise ValueError("the model has no nn.Linear or WhitenedLinear, the layers that the audit supports")
-    names = {weight.name for weight in weights}
-    measured = record(
-        model, Request(weights, names, names, declared_loss(loss).likelihood, "exact", rows=rows, precise=True), x
-    )
-    for weight in weights:
-        layer = measured[weight.name]
-        if layer.delta is None:
-            continue
-        z = float64_copy(cast(Tensor, layer.probe))
-        z = z.reshape(len(z), -1, z.shape[-1])
-        if cast(Moments, layer.z).weight > z.shape[:2].numel():
-            raise ValueError(f"{weight.name} is called more than once in a forward pass; the audit supports one call")
-        if not (finite(z) and layer.delta.finite):
-            raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
-        errors = float64_copy(layer.delta.values) if rows else layer.delta.second
-        if weight.module is not None:
-            z = (z - float64_copy(weight.module.c)) @ float64_copy(weight.module.U).T
-            R = weight.module.R
-            if R is not None:
-                errors = errors @ float64_copy(R).T
-                errors = errors if rows else float64_copy(R) @ errors
-        z_bar = z if weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0)
-        yield weight.name, z_bar, errors, layer.delta.weight
+def _factors_of(weight: WeightMatrix, measured: LayerMoments) -> FisherFactors:
+    """Return what was measured of a layer, in its own coordinates."""
+    z = float64_copy(cast(Tensor, measured.probe))
+    z = z.reshape(len(z), -1, z.shape[-1])
+    if cast(Moments, measured.z).weight > z.shape[:2].numel():
+        raise ValueError(f"{weight.name} is called more than once in a forward pass; the audit supports one call")
+    errors = cast(Moments, measured.delta)
+    if not (finite(z) and errors.finite):
+        raise ValueError("a layer's inputs or errors on x are not finite, so the Fisher matrix is not defined")
+    values = float64_copy(errors.values)
+    layer = weight.module
+    if layer is not None:
+        z = (z - float64_copy(layer.c)) @ float64_copy(layer.U).T
+        if layer.R is not None:
+            R = float64_copy(layer.R)
+            values = values @ R.T if errors.as_rows else R @ values @ R.T
+    z_bar = z if weight.bias is None else nn.functional.pad(z, (1, 0), value=1.0)
+    return FisherFactors(weight.name, z_bar, replace(errors, values=values))
 
 
 def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
@@ -119,7 +110,7 @@ def fisher_matrices(layers: Sequence[FisherFactors]) -> dict[str, Tensor]:
     scores = torch.cat([torch.einsum("nri,knro->knio", a.z_bar, a.delta).flatten(2) for a in layers], dim=2).flatten(
         0, 1
     )
-    matrices = {"exact": scores.T @ scores / layers[0].targets}
+    matrices = {"exact": scores.T @ scores / layers[0].errors.weight}
     if all(a.z_bar.shape[1] == 1 for a in layers):
         matrices["kronecker"] = torch.cat(
             [torch.cat([torch.kron(a.Z(b), a.D(b)) for b in layers], dim=1) for a in layers]

@@ -12,13 +12,12 @@ from torch import nn
 import bprong
 from bprong.capture.listener import own_pass
 from bprong.capture.own_pass import Subset, examples, rows_of
-from bprong.capture.recorder import Recorder
-from bprong.capture.tape import Batch, Head
+from bprong.capture.tape import Batch
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from helpers import mlp
 from layered import stepped
-from training import EXACT
+from training import EXACT, recorder_of
 
 x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 y = torch.arange(6) % 3
@@ -26,8 +25,7 @@ IGNORED = y.masked_fill(torch.arange(6) == 1, -100)
 
 
 def listening(model, loss="cross_entropy", **options):
-    declared = declared_loss(loss)
-    return Recorder(model, declared, Head(None, declared.functions), **options)
+    return recorder_of(model, declared_loss(loss), **options)
 
 
 # Which targets count --------------------------------------------------------------------------------------------------
@@ -225,7 +223,7 @@ def test_observed_batches_are_measured_instead_of_calls():
     model = mlp(4, 3)
     batches = listening(model)
     model(x + 1)
-    batches.observe(x, IGNORED)
+    batches.observed.append((x, IGNORED))
     (batch,) = batches.seen()
     assert batch.x is x
     assert batch.targets.y is IGNORED
@@ -237,11 +235,11 @@ def test_observed_batches_have_the_outputs_and_factors_of_as_many_calls():
     model = mlp(4, 3)
     batches = listening(model)
     (3 * F.cross_entropy(model(x), y)).backward()
-    batches.observe(x, y)
+    batches.observed.append((x, y))
     (batch,) = batches.seen()
     assert batch.output is not None
     assert batch.targets.multiple == pytest.approx(3)
-    batches.observe(x, y)
+    batches.observed.append((x, y))
     assert all(batch.output is None and batch.targets.multiple == 1 for batch in batches.seen())
 
 
@@ -252,7 +250,7 @@ def test_observed_targets_of_a_loss_by_hand_are_laid_out_like_the_output():
     inputs = torch.randn(6, 4, 2, 4)
     log_p = model(inputs).log_softmax(1)
     (-log_p.gather(1, labels[:, None]).mean()).backward()
-    batches.observe(inputs, labels)
+    batches.observed.append((inputs, labels))
     (batch,) = batches.seen()
     assert batch.output.shape == (6, 8, 3)
     assert torch.equal(batch.targets.y, labels.flatten(1))
@@ -346,7 +344,7 @@ def test_copies_carry_no_batches_and_listen_to_their_own_model_and_loss(clone):
     batches = listening(model, criterion)
     for _ in range(2):
         criterion(model(x), y).backward()
-    batches.observe(x)
+    batches.observed.append((x, None))
     other_model, other_criterion, other = clone((model, criterion, batches))
     assert other.model is other_model
     assert other.loss.given is other_criterion

@@ -121,7 +121,7 @@ def test_coverage_and_optimizer_agree():
         optimizer = bprong.BPRONG(model, "cross_entropy", lr=0.01)
         fallback = bprong.coverage(model).fallback
         assert fallback == optimizer.report().fallback
-        covered = {id(p) for p in optimizer._whitening.covered}
+        covered = {id(p) for p in optimizer._whitening.layers.parameters}
         assert {n for n, p in model.named_parameters() if id(p) not in covered} == set(fallback)
 
 
@@ -138,21 +138,15 @@ def test_treatments():
     found = {row.parameter: row for row in bprong.coverage(model, max_dim=16).rows}
     assert found["0.weight"].treatment == "two-sided"
     assert found["0.bias"].reason == "with its weight"
-    assert found["1.weight"].treatment == "two-sided, in blocks"
+    assert found["1.weight"].treatment == "two-sided"
     assert found["1.weight"].inputs == "24 × 3 blocks"
     assert found["2.weight"].treatment == "frozen"
     assert found["3.weight_hh_l0"].treatment == "fallback: Adam"
     assert found["4.weight"].reason == "in BatchNorm1d"
     assert found["5.parametrizations.weight.original1"].treatment == "fallback: Adam"
     assert {row.treatment for row in bprong.coverage(model[:1], backward=False).rows} == {"forward only"}
-    assert bprong.coverage(nn.Linear(9, 2), max_dim=4).rows[0].treatment == "two-sided, diagonal"
-    assert bprong.coverage(nn.Linear(8, 2), max_dim=6).rows[0].treatment == "two-sided, in blocks"
-
-
-def test_strict_raises_with_the_names():
-    bprong.coverage(nn.Linear(3, 2), strict=True)
-    with pytest.raises(ValueError, match=r"2 of 4 parameters are not whitened: 1.weight \(in LayerNorm\); 1.bias"):
-        bprong.coverage(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), strict=True)
+    assert bprong.coverage(nn.Linear(9, 2), max_dim=4).rows[0].inputs == "9 diagonal"
+    assert bprong.coverage(nn.Linear(8, 2), max_dim=6).rows[0].inputs == "2 × 4 blocks"
 
 
 def test_nothing_is_allocated():

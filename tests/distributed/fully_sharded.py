@@ -166,7 +166,7 @@ def memory(rank, size):
 
     def held(optimizer):
         layers = optimizer._whitening.layers
-        sides = [side for layer in layers.values() if layers.is_own(layer) for side in layer.sides]
+        sides = [side for layer in layers.values() if layers.sharding.is_own(layer.weight) for side in layer.sides]
         return sum(side.factor.inverse.nbytes + side.moments.scatter.nbytes for side in sides)
 
     case = Case(arguments={"lr": 0.05, "every": 5, "options": {"solver": "exact"}})

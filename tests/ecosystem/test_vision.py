@@ -43,7 +43,7 @@ def test_residual_networks_learn(package: str, lr: Any) -> None:
     optimizer = bprong.BPRONG(model, "cross_entropy", lr=lr)
     losses = train(model, optimizer, [images()] * 3, loss_of)
     assert losses[-1] < 0.9 * losses[0]
-    assert any("in blocks" in row.treatment for row in bprong.coverage(model).rows)
+    assert any(" blocks" in row.inputs for row in bprong.coverage(model).rows)
 
 
 def test_low_rank_inverses_of_convolutions() -> None:

@@ -147,3 +147,24 @@ def test_a_call_that_fails_does_not_hide_the_loss_of_an_earlier_one() -> None:
     criterion(output, Y).backward()
     optimizer.step()
     assert optimizer.report().steps == 1
+
+
+def test_a_first_call_that_fails_does_not_hide_that_the_loss_is_inside_of_the_model() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(4, 5, 3)
+            self.criterion = nn.CrossEntropyLoss()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.criterion(self.body(x), y)
+
+    model = WithLoss()
+    optimizer = bprong.BPRONG(model, model.criterion)
+    with pytest.raises(RuntimeError):
+        model(X[:, :2], Y)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X, Y).backward()
+        optimizer.step()
+    assert optimizer.report().steps == 2

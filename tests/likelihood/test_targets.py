@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bprong.capture.recorder import Recorder
-from bprong.capture.tape import Head, laid_out
+from bprong.capture.tape import laid_out
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from helpers import assert_close, quick_cases
+from training import recorder_of
 
 B, C, T = 12, 5, 7  # examples, classes, positions
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -308,7 +308,7 @@ class Returns(nn.Module):
 def seen(loss: Callable[[Tensor], Tensor], f: Tensor, declared: Any) -> Targets | None:
     """What the backward pass of a loss shows of its targets."""
     model = Returns(f.clone())
-    batches = Recorder(model, declared, Head(None, declared.functions))
+    batches = recorder_of(model, declared)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=f.dtype is torch.bfloat16):
         value = loss(model())
     value.backward()

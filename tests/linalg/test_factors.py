@@ -7,17 +7,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from bprong.linalg import low_rank as module
-from bprong.linalg.factors import (
-    DESCRIPTION,
-    Damping,
-    Dense,
-    Elsewhere,
-    described,
-    described_shape,
-    description,
-    distance_from_white,
-)
-from bprong.linalg.low_rank import LowRank, low_rank
+from bprong.linalg.factors import NO_FACTOR, Damping, Dense, distance_from_white
+from bprong.linalg.low_rank import LowRank, low_rank, restored
 from bprong.linalg.moments import Blocks, Moments
 from helpers import assert_close, exact_factor, inverse, spd
 
@@ -95,23 +86,26 @@ def test_second_moments_are_multiplied_block_by_block(form):
 def test_its_numbers_and_its_tensor_restore_the_factor(form):
     """Also if the tensor is stored with further columns, as in a checkpoint, and as numbers of float64."""
     factor, blocks = made(form)
-    numbers = torch.tensor(description(factor), dtype=f64).tolist()
-    assert len(numbers) == DESCRIPTION
-    assert described_shape(numbers) == list(factor.tensor.shape)
+    numbers = torch.tensor(factor.numbers, dtype=f64).tolist()
+    assert len(numbers) == len(NO_FACTOR)
+    assert factor.tensor.shape == (*blocks.shape[:-1], int(numbers[0]))
     wider = torch.cat([factor.tensor, torch.ones_like(factor.tensor)], dim=-1)
     M = matrix(blocks, 3, blocks.features)
     for tensor in (factor.tensor, wider):
-        same = described(numbers, tensor, blocks)
+        same = restored(numbers, tensor, blocks)
         assert type(same) is type(factor)
         assert same.cost == factor.cost
         assert str(same) == str(factor)
         assert torch.equal(same.right(M), factor.right(M))
 
 
-def test_there_is_nothing_to_restore_without_a_factor():
-    for factor in (None, Elsewhere(owner=1, cost=12)):
-        assert description(factor) == [0] * DESCRIPTION
-        assert described(description(factor), torch.ones(3, 3), Blocks(3)) is None
+@FORMS
+def test_a_factor_of_another_process_has_its_form_and_its_cost_without_memory(form):
+    factor, blocks = made(form)
+    elsewhere = restored(factor.numbers, factor.tensor.to("meta"), blocks)
+    assert elsewhere.tensor.is_meta
+    assert str(elsewhere) == str(factor)
+    assert elsewhere.cost == factor.cost
 
 
 @FORMS

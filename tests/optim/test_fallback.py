@@ -143,9 +143,9 @@ def test_directions_are_the_steps_of_torchs_adam(betas):
     expected = [p.clone() for p in parameters]
     rates = dict(zip(parameters, (0.1, 0.2, 0.3), strict=True))
     adam = torch.optim.Adam(
-        [{"params": [q], "lr": 0.5 * rates[p]} for p, q in zip(parameters, expected, strict=True)], betas=betas
+        [{"params": [q], "lr": rates[p]} for p, q in zip(parameters, expected, strict=True)], betas=betas
     )
-    fallback = Fallback(rate=0.5, betas=betas)
+    fallback = Fallback(betas)
     states = {p: {} for p in parameters}
     for step in range(4):
         gradients = {p: torch.randn_like(p) for p in parameters[: 2 if step == 0 else 3]}

@@ -104,7 +104,7 @@ def test_clip_grad_norm(problem):
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
             nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)
         optimizer.step()
-        covered = optimizer._whitening.covered
+        covered = optimizer._whitening.layers.parameters
         steps.append({n: p - before[n] for n, p in model.named_parameters() if p in covered})
     assert steps[0]
     for name, step in steps[0].items():

@@ -223,7 +223,7 @@ def test_an_option_without_effect_is_refused(kind, arguments, message):
         ({"options": {"fischer": "exact"}}, "options has no 'fischer'; it takes fisher, average"),
         ({"options": {"momentum": 0.5, "rate": 0.1}}, "options has no 'momentum', 'rate'"),
         ({"options": {"fisher": "true"}}, "fisher must be one of"),
-        ({"options": {"seed": "a"}}, "'seed'. must be a whole number"),
+        ({"options": {"seed": "a"}}, "seed must be a whole number"),
         ({"options": {"average": None}}, "average must be a finite number"),
         ({"options": {"fallback_betas": (0.9, 1.0)}}, "'fallback_betas'. must be a finite number .*less than 1"),
     ],

@@ -143,10 +143,9 @@ def test_rewhitening_with_muon_and_adam_for_biases(turn):
     every = {"forward_every": 1, "backward_every": 1, "backward_offset": 0}
     solvers = ["eigh", "cholesky"] if turn else ["eigh", "eigh"]
     rewhitenings = [
-        bprong.Rewhitening(model, [muon, adam], "mse", fisher="exact", samples=(x, None), solver=solver, **every)
-        for solver in solvers
+        bprong.Rewhitening(model, [muon, adam], "mse", fisher="exact", solver=solver, **every) for solver in solvers
     ]
-    rewhitenings[0].step()
+    rewhitenings[0].step(x)
     for xb, yb in batches(x, y, 20, 2):
         for optimizer in (muon, adam):
             optimizer.zero_grad()
@@ -157,7 +156,7 @@ def test_rewhitening_with_muon_and_adam_for_biases(turn):
     buffer = muon.state[first.weight_dagger]["momentum_buffer"]
     before = first.U.T @ buffer.T @ first.R
     inverse_before = first.R.T @ first.R
-    rewhitenings[1].step()
+    rewhitenings[1].step(x)
     assert_close(first.U.T @ buffer.T @ first.R @ torch.linalg.inv(first.R.T @ first.R) @ inverse_before, before, 1e-8)
 
 
@@ -235,7 +234,7 @@ def test_steps_have_the_stated_root_mean_square():
         assert math.isclose(step.square().mean().sqrt(), RMS * 0.05, rel_tol=1e-9), name
 
 
-def test_half_whitening_is_whole_whitening_by_the_roots():
+def test_half_whitening_is_whole_whitening_by_the_roots(monkeypatch):
     """Power "half" with P, Q is "whole" with √P, √Q."""
     x, y = classification(60, 6, 4)
     half, whole = (mlp(6, 9, 4) for _ in range(2))
@@ -244,26 +243,19 @@ def test_half_whitening_is_whole_whitening_by_the_roots():
         bprong.BPRONG(m, "cross_entropy", lr=0.05, step="spectral", options=EXACT | {"power": power}, every=100)
         for m, power in ((half, "half"), (whole, "whole"))
     ]
-    original = SpectralDirections._factors
     seen = []
 
-    def rooted(direction, stack):
-        if direction is not optimizers[1]._rule.direction:
-            return original(direction, stack)
-        (layer,) = stack.layers
+    def by_roots(matrix, *factors):
         roots = []
-        for side in (layer.backward, layer.forward):
-            values, vectors = torch.linalg.eigh(side.factor.inverse)
-            seen.append(side)
-            roots.append(Dense(vectors @ values.sqrt().diag() @ vectors.T, side.blocks))
-        return roots
+        for factor in factors:
+            values, vectors = torch.linalg.eigh(factor.inverse)
+            seen.append(factor)
+            roots.append(Dense(vectors @ values.sqrt().diag() @ vectors.T, factor.blocks))
+        return whitened_msgn(matrix, *roots)
 
-    try:
-        SpectralDirections._factors = rooted
-        for m, optimizer in zip((half, whole), optimizers, strict=True):
-            train(m, optimizer, batches(x, y, 20, 5))
-    finally:
-        SpectralDirections._factors = original
+    train(half, optimizers[0], batches(x, y, 20, 5))
+    monkeypatch.setattr("bprong.optim.spectral.whitened_msgn", by_roots)
+    train(whole, optimizers[1], batches(x, y, 20, 5))
     assert seen
     assert_same_path(snapshot(half), snapshot(whole), 1e-9)
 

@@ -122,6 +122,21 @@ def test_recording_a_forward_pass_of_the_users_own():
     assert_same_path(snapshot(pieces), snapshot(called))
 
 
+def test_recording_takes_the_second_dimension_of_images_for_classes():
+    x = torch.randn(6, 2, 5, 7, dtype=torch.float64)
+    y = torch.arange(6 * 35).view(6, 5, 7) % 3
+    called = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    recorded = copy.deepcopy(called)
+    first, second = (bprong.BPRONG(m, "cross_entropy", lr=0.1, options=EXACT) for m in (called, recorded))
+    train(called, first, [(x, y)])
+    with second.recording() as record:
+        output = recorded(x)
+        record(output)
+    F.cross_entropy(output, y).backward()
+    second.step()
+    assert_same_path(snapshot(recorded), snapshot(called))
+
+
 def test_recording_leaves_the_random_stream_alone_and_takes_several_batches():
     x, y = classification(40, 5, 3)
     model = mlp(5, 4, 3)

@@ -61,7 +61,7 @@ def test_every_side_that_was_measured_is_taken_with_its_damping():
     schedule.plan()
     taken = []
     updated = update(layers, measured(layers), 0.0)
-    refresh(layers, updated, schedule, damping, lambda *arguments: taken.append(arguments))
+    refresh(updated, schedule, damping, lambda *arguments: taken.append(arguments))
     assert [(layer.name, side.name, epsilon.value) for layer, side, _, epsilon, _ in taken] == [
         ("0", "forward", 0.1), ("0", "backward", 0.03), ("1", "forward", 0.1), ("1", "backward", 0.03),
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_only_sides_that_are_due_are_refreshed():
     layers, schedule = made(backward=(2, 1))
     taken = []
     updated = update(layers, measured(layers), 0.0)
-    refresh(layers, updated, schedule, damping, lambda layer, side, *_: taken.append(side.name))
+    refresh(updated, schedule, damping, lambda layer, side, *_: taken.append(side.name))
     assert taken == ["forward", "forward"]
     assert layers["0"].backward.refreshed_at is None
     assert layers["0"].backward.moments is not None, "it was measured"
@@ -89,7 +89,7 @@ def test_by_drift_only_sides_that_have_moved_are_refreshed():
 
     for scale, sides in ((1.0, 4), (1.0, 0), (2.0, 4)):
         taken = []
-        refresh(layers, update(layers, measured(layers, scale=scale), 0.0), schedule, damping, take)
+        refresh(update(layers, measured(layers, scale=scale), 0.0), schedule, damping, take)
         assert len(taken) == sides
 
 
@@ -101,7 +101,7 @@ def test_a_side_that_fails_does_not_stop_the_others():
         if layer.name == "0" and side is layer.forward:
             raise WhiteningError("no reason")
 
-    refresh(layers, update(layers, measured(layers), 0.0), schedule, damping, take)
+    refresh(update(layers, measured(layers), 0.0), schedule, damping, take)
     assert layers["0"].forward.failures == 1
     assert layers["0"].forward.refreshed_at is None
     assert layers["0"].backward.refreshed_at == layers["1"].forward.refreshed_at == 0

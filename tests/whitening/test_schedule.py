@@ -11,6 +11,7 @@ from torch import nn
 import bprong
 from bprong.capture.weights import weight_matrices_of
 from bprong.linalg.factors import Dense
+from bprong.linalg.moments import Moments
 from bprong.optim import Periods
 from bprong.whitening.layer import Layer
 from bprong.whitening.layers import Layers
@@ -30,7 +31,7 @@ f64 = torch.float64
 def layer_of(inputs, outputs, rows=100.0, backward=True):
     """A layer that was refreshed once, with exact factors, from this many rows."""
     layer = Layer(weight_matrices_of("", nn.Linear(inputs, outputs))[0], "exact", backward=backward)
-    layer.forward.observations = rows
+    layer.forward.moments = Moments(rows, None, torch.eye(inputs))
     for side in layer.sides:
         side.factor = Dense(torch.eye(side.blocks.size), side.blocks)
     return layer

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bprong.errors import WhiteningError
-from bprong.linalg import low_rank as low_rank_module
 from bprong.linalg.factors import Damping, Dense
 from bprong.linalg.low_rank import LONGEST_BACKOFF, LOW_RANK_ERROR, LOW_RANK_FROM, Backoff, LowRank
 from bprong.linalg.moments import Blocks, Moments
+from bprong.whitening import layer as layer_module
 from bprong.whitening.layer import Side
 from helpers import assert_close, input_moments, inverse, spd
 
@@ -164,8 +164,8 @@ def test_a_flat_spectrum_is_factored_exactly_and_seldom_tried_again(monkeypatch)
     side = Side("forward", Blocks(300), "auto")
     flat = Moments(1.0, None, torch.diag(torch.arange(300, dtype=torch.float64) % 2))  # half of them one, half zero
     tried = []
-    low_rank = low_rank_module.low_rank
-    monkeypatch.setattr(low_rank_module, "low_rank", lambda *arguments: tried.append(1) or low_rank(*arguments))
+    low_rank = layer_module.low_rank
+    monkeypatch.setattr(layer_module, "low_rank", lambda *arguments: tried.append(1) or low_rank(*arguments))
     counts = []
     for _ in range(9):
         refreshed(side, flat, Damping(0.01))
@@ -177,7 +177,7 @@ def test_a_flat_spectrum_is_factored_exactly_and_seldom_tried_again(monkeypatch)
 def test_low_rank_that_the_user_asked_for_is_always_tried(monkeypatch):
     side = Side("forward", Blocks(40), "low-rank", Backoff(skip=5))
     tried = []
-    monkeypatch.setattr(low_rank_module, "low_rank", lambda *_: tried.append(1))
+    monkeypatch.setattr(layer_module, "low_rank", lambda *_: tried.append(1))
     for _ in range(4):
         refreshed(side, Moments(1.0, None, spd(40)))
     assert len(tried) == 4
@@ -186,9 +186,9 @@ def test_low_rank_that_the_user_asked_for_is_always_tried(monkeypatch):
 def test_the_factor_in_force_is_where_the_next_one_starts(monkeypatch):
     side = refreshed(Side("forward", Blocks(400), "auto"), wide_moments())
     starts = []
-    low_rank = low_rank_module.low_rank
+    low_rank = layer_module.low_rank
     monkeypatch.setattr(
-        low_rank_module, "low_rank", lambda *arguments: starts.append(arguments[-1]) or low_rank(*arguments)
+        layer_module, "low_rank", lambda *arguments: starts.append(arguments[-1]) or low_rank(*arguments)
     )
     before = side.factor.B
     refreshed(side, wide_moments())

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from bprong.capture.calls import Call, Calls
 from bprong.capture.request import Fisher
 from bprong.capture.tape import Output
 from bprong.likelihood.families import Likelihood, generator
-
-Take = Callable[[Call, Tensor], None]
 
 
 def roots_of(output: Tensor, y: Tensor | None, likelihood: Likelihood, fisher: Fisher) -> Iterable[Tensor]:
@@ -77,10 +75,10 @@ class Graph:
 
     def __init__(self, output: Output, recorded: Calls) -> None:
         self.output = output
-        by_node: dict[Any, list[Call]] = defaultdict(list)
-        for call in recorded:
-            if call.edge is not None:
-                by_node[call.edge.node].append(call)
+        edges = {call: call.edge for call in recorded if call.edge is not None}
+        by_node: dict[Any, dict[Call, int]] = defaultdict(dict)  # each call with the number of its a among the results
+        for call, edge in edges.items():
+            by_node[edge.node][call] = edge.output_nr
         visited: set[Any] = set()
         leads: set[Any] = set()  # nodes that lead to a call
         stack = [] if output.edge is None else [(output.edge.node, False)]
@@ -96,19 +94,19 @@ class Graph:
                 visited.add(node)
                 stack.append((node, True))  # after those that it leads to
                 stack += [(after, False) for after in following if after is not None]
-        leading = {call for node in by_node.keys() & visited for call in by_node[node]}
+        leading = {call for call, edge in edges.items() if edge.node in visited}
         names = {call.weight.name for call in leading}
         self.calls = []
         for call in recorded:
-            is_detached = output.edge is not None and call.edge is None and call.weight.is_trained
+            is_detached = output.edge is not None and call not in edges and call.weight.is_trained
             if call in leading or not (is_detached or call.weight.name in names):
                 self.calls.append(call)
         self._between = {node: calls for node, calls in by_node.items() if node in leads}
-        self._last = [call for call in self.calls if call.edge is not None and call.edge.node not in leads]
+        self._last = {call: edge for call, edge in edges.items() if edge.node not in leads}
         trained = [weight for weight in recorded.recorded if weight.weight.requires_grad]
         self.unexplained = {w.name for w in trained if get_gradient_edge(w.weight).node in visited}
 
-    def send_back(self, root: Tensor, take: Take) -> None:
+    def send_back(self, root: Tensor, take: Callable[[Call, Tensor], None]) -> None:
         """Propagate a gradient at the output back and give each call its δ, if one arrives there.
 
         They arrive one after the other and are not kept, so that `take` should not keep them either. Autograd computes
@@ -122,15 +120,17 @@ class Graph:
         with ExitStack() as hooks:
             for node, calls in self._between.items():
                 hooks.callback(node.register_prehook(partial(_pass_on, calls, take)).remove)
-            deltas = self.output.gradients(root, [cast(GradientEdge, call.edge) for call in self._last])
+            deltas = self.output.gradients(root, list(self._last.values()))
         for call, delta in zip(self._last, deltas, strict=True):
             if delta is not None:
                 take(call, delta)
 
 
-def _pass_on(calls: Sequence[Call], take: Take, gradients: Sequence[Tensor | None]) -> None:
+def _pass_on(
+    calls: Mapping[Call, int], take: Callable[[Call, Tensor], None], gradients: Sequence[Tensor | None]
+) -> None:
     """Give calls their δ: a hook that runs before an operation is differentiated, with the gradients of its results."""
-    for call in calls:
-        delta = gradients[cast(GradientEdge, call.edge).output_nr]
+    for call, number in calls.items():
+        delta = gradients[number]
         if delta is not None:
             take(call, delta)

@@ -76,12 +76,11 @@ class Call:
         return self.shape.numel() // self.shape[self.feature_dim]
 
     def errors(self, delta: Tensor) -> Tensor:
-        """Return δ, with the entries of the output, as rows (rows, groups, out)."""
-        outputs = self.weight.outputs
+        """Return δ, with the entries of the output, as rows (rows, groups · out)."""
+        size = self.weight.outputs.groups * self.weight.outputs.features
         delta = (delta.values() if delta.is_nested else delta).reshape(self.shape).movedim(self.feature_dim, -1)
-        columns = delta.narrow(-1, self.first, outputs.groups * outputs.features)
-        rows = columns.reshape(-1, outputs.groups, outputs.features)
-        return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1, 1), 0)
+        rows = delta.narrow(-1, self.first, size).reshape(-1, size)
+        return rows if self.ignored is None else rows.masked_fill(self.ignored.view(-1, 1), 0)
 
     def add_errors(self, delta: Tensor, sums: Sums) -> None:
         """Add the rows of δ to the sums behind D."""
@@ -89,11 +88,11 @@ class Call:
             sums.add(block_rows(chunk, self.weight.outputs), self.rows)
 
     def inputs(self) -> Iterable[Tensor]:
-        """Return z in chunks that fit into memory: (rows, groups, in), or indices (rows,)."""
+        """Return z in chunks that fit into memory: (rows, groups, in) or (rows, in), or indices (rows,)."""
         blocks = self.weight.inputs
         if self.geometry is not None:
             return patch_rows(self.z, self.geometry, _rows_at_once(blocks.groups * blocks.features))
-        return _in_chunks(self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, 1, blocks.features))
+        return _in_chunks(self.z.flatten() if self.weight.one_hot else self.z.reshape(-1, blocks.features))
 
     def add_inputs(self, sums: Sums, counted: Tensor | None = None) -> None:
         """Add the rows of z that count to the sums behind c and Ž; counted: (rows,) mask, None: all but ignored."""
@@ -129,7 +128,7 @@ class Calls(list[Call]):
     behind:   the operation that computed the input of each call, by the operation that computed its output
     called:   the names of weights that were called, if only without any row, as experts that were given no example
     masks:    tensors that may be masks of positions: what the model and its attention are given
-    retained: the tensors whose gradients were asked to be retained
+    retained: the tensors whose gradients the user may have asked to be retained
     formulas: whether cells are computed by their formulas, so that they are recorded
     opaque:   whether some of the calls are in a reentrant checkpoint, whose graph cannot be used
     """
@@ -156,12 +155,16 @@ class Calls(list[Call]):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Send errors back through the graph of these calls without calling the user's backward hooks."""
+        """Send errors back through the graph of these calls: no hook of the user's is called, no gradient retained."""
+        tensors = [tensor for tensor in (reference() for reference in self.retained) if tensor is not None]
+        retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
         self._measuring.set()
         try:
             yield
         finally:
             self._measuring.clear()
+            for tensor, gradient in retained:
+                tensor.grad = gradient
 
     def quieted(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a backward hook that does nothing while errors of ours are sent back."""
@@ -270,7 +273,7 @@ def _argument(weight: WeightMatrix) -> Tensor:
     part = weight.weight.detach()
     if weight.rows is not None:
         part = part[weight.rows]
-    return part.flatten(1).T if weight.transposed and not weight.one_hot else part
+    return part.T if weight.transposed and not weight.one_hot else part
 
 
 def _recorded(function: Any, details: Any, name: str, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor:

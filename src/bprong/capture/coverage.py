@@ -20,11 +20,10 @@ FALLBACK = "fallback: Adam"
 class CoverageRow:
     """How one parameter is treated.
 
-    treatment  "two-sided", "forward only", "fallback: Adam" or "frozen"; a side that is not one block adds
-               ", diagonal" or ", in blocks"
+    treatment  "two-sided", "forward only", "fallback: Adam" or "frozen"
     reason     why it follows the fallback rule
     inputs, outputs
-               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "500 diagonal"
+               the blocks in which its two sides are whitened, e.g. "784", "3 × 64", "20 × 300 blocks", "500 diagonal"
     memory     bytes kept for it beyond the parameter, its gradient and its momentum, with exact inverses; less where
                the optimizer uses low-rank inverses
     refresh    floating-point operations to factor its sides
@@ -69,27 +68,27 @@ class Coverage:
         lines = []
         for row in self.rows:
             shape = " × ".join(map(str, row.shape))
-            amounts = [_amount(row.memory, "B")]
-            amounts += [_amount(count, "flop") for count in (row.refresh, row.per_row, row.step)]
+            costs = [(row.memory, "B"), (row.refresh, "flop"), (row.per_row, "flop"), (row.step, "flop")]
+            amounts = [_amount(count, unit) if count else "" for count, unit in costs]
             lines.append([row.parameter, shape, row.treatment, row.inputs, row.outputs, *amounts, row.reason])
-        totals = [(self.memory, "B"), (self.momentum, "B"), (2 * self.momentum, "B")]
-        totals += [(sum(row.refresh for row in self.rows), "flop"), (sum(row.step for row in self.rows), "flop")]
-        memory, momentum, adamw, refresh, step = [_amount(*total) or "nothing" for total in totals]
-        in_all = f"in all {memory} beside a momentum of {momentum}, where AdamW keeps {adamw}"
-        costs = f"{refresh} to factor all sides at a refresh, {step} more than SGD at a step"
-        return "\n".join([table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9)), in_all, costs])
+        refresh = sum(row.refresh for row in self.rows)
+        step = sum(row.step for row in self.rows)
+        return (
+            f"{table(header, lines, left_aligned=(0, 1, 2, 3, 4, 9))}\n"
+            f"in all {_amount(self.memory, 'B')} beside a momentum of {_amount(self.momentum, 'B')}, "
+            f"where AdamW keeps {_amount(2 * self.momentum, 'B')}\n"
+            f"{_amount(refresh, 'flop')} to factor all sides at a refresh, "
+            f"{_amount(step, 'flop')} more than SGD at a step"
+        )
 
 
-def coverage(
-    model: nn.Module, *, step: str = "auto", backward: bool = True, max_dim: int = MAX_DIM, strict: bool = False
-) -> Coverage:
+def coverage(model: nn.Module, *, step: str = "auto", backward: bool = True, max_dim: int = MAX_DIM) -> Coverage:
     """How `BPRONG(model)` treats each parameter of a model, and at what cost, before anything is allocated.
 
     step       as for the optimizer: under "spectral" steps embeddings follow Adam, and biases have Adam's moments.
                "auto": as natural steps; while two kinds of steps are tried, there are weights and factors of both
     backward   False: as `PRONG` does
     max_dim    as for the optimizer
-    strict     raise ValueError if a trainable parameter follows the fallback rule
 
     >>> covered = coverage(nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10), nn.LayerNorm(10)))
     >>> covered.rows[0].treatment, covered.rows[0].inputs, covered.fallback
@@ -105,11 +104,7 @@ def coverage(
     for name, p in model.named_parameters():
         weights_of_p = [weight for weight in weights if p is weight.weight or p is weight.bias]
         rows.append(_row(name, p, weights_of_p, backward, step == "spectral", reasons[p]))
-    result = Coverage(rows, sum(p.nbytes for p in model.parameters() if p.requires_grad))
-    if strict and result.fallback:
-        listed = "; ".join(f"{name} ({reason})" for name, reason in result.fallback.items())
-        raise ValueError(f"{len(result.fallback)} of {len(rows)} parameters are not whitened: {listed}")
-    return result
+    return Coverage(rows, sum(p.nbytes for p in model.parameters() if p.requires_grad))
 
 
 def _row(
@@ -132,15 +127,7 @@ def _row(
         return CoverageRow(name, shape, FALLBACK, "an embedding: spectral steps", memory=moments + cost["memory"])
     inputs = f"{times}{first.inputs}"
     outputs = f"{times}{first.outputs}" if backward else ""
-    return CoverageRow(name, shape, treatment + _form(first, backward), "", inputs, outputs, **cost)
-
-
-def _form(weight: WeightMatrix, backward: bool) -> str:
-    """How a side that is not one block is split."""
-    sizes = {side.size for side in (weight.inputs, weight.outputs)[: 1 + backward] if side.count > 1}
-    if not sizes:
-        return ""
-    return ", diagonal" if sizes == {1} else ", in blocks"
+    return CoverageRow(name, shape, treatment, "", inputs, outputs, **cost)
 
 
 def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, str]:
@@ -154,7 +141,7 @@ def fallback_reasons(model: nn.Module, parameters: Iterable[Tensor]) -> dict[Ten
     for prefix, module in model.named_modules():
         for name, p in module._parameters.items():
             holders.setdefault(p, {})[dotted(prefix, name)] = module
-    covered = {p for weight in covered_weights(model) for p in (weight.weight, weight.bias)}
+    covered = {p for weight in covered_weights(model) for p in weight.parameters}
     return {p: _reason(p, holders.get(p, {}), p in covered) for p in parameters}
 
 
@@ -188,9 +175,7 @@ def _amount(value: int, unit: str) -> str:
     """Return a number with a prefix of its unit.
 
     >>> _amount(0, "B"), _amount(999, "B"), _amount(2_460_000, "flop")
-    ('', '999 B', '2.46 Mflop')
+    ('0 B', '999 B', '2.46 Mflop')
     """
-    if not value:
-        return ""
     power = min(4, (len(str(value)) - 1) // 3)
     return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}{unit}"

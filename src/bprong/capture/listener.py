@@ -101,8 +101,6 @@ def own_pass() -> Iterator[None]:
 
 # Calls of a model -----------------------------------------------------------------------------------------------------
 
-CALL = "_compiled_call_impl"
-
 
 class Listener:
     """Reports the training calls of a model to a recorder, as long as that lives.
@@ -130,12 +128,12 @@ class Listener:
             return
         self.wanted = wanted
         if wanted:
-            self._compiled_call_impl = getattr(model, CALL)
-            vars(model)[CALL] = self.call
+            self._compiled_call_impl = model._compiled_call_impl
+            vars(model)["_compiled_call_impl"] = self.call
             return
         for place in _places(model):
-            if getattr(place, CALL) == self.call:
-                vars(place)[CALL] = self._compiled_call_impl
+            if place._compiled_call_impl == self.call:
+                vars(place)["_compiled_call_impl"] = self._compiled_call_impl
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and end what was begun however the call ends."""
@@ -177,14 +175,14 @@ def _places(model: nn.Module) -> Iterator[Any]:
     place: Any = model
     while place is not None:
         yield place
-        listener = getattr(getattr(place, CALL), "__self__", None)
+        listener = getattr(place._compiled_call_impl, "__self__", None)
         place = listener if isinstance(listener, Listener) else None
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has compiled a module, in place or not."""
     *_, last = _places(module)
-    return getattr(last, CALL) is not None or hasattr(module, "_orig_mod")
+    return last._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 # Hooks of the user's that change what a module computes belong to it; others must not be called by us.
@@ -288,7 +286,6 @@ def _stand_in(end: Callable[..., Tensor], kind: Kind) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or not _WATCHERS:
             return value
         named = dict(zip(kind.options, args, strict=False)) | kwargs
-        named = {name: option for name, option in named.items() if option is not None}
         named["reduction"] = REDUCTIONS[named.get("reduction", 1)]
         if kind.function is F.mse_loss and target.requires_grad and not input.requires_grad:  # it is symmetric
             input, target = target, input

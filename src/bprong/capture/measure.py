@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,13 +76,18 @@ def measure(
     counted:  which targets the loss counts, without the output's last dimension; None: all
     """
     targets = 0
+    roots: Iterable[Tensor] = () if counted is None else [normal(output.values)]
     if request.likelihood is not None:
         request.likelihood.check(output.values)
         targets = request.likelihood.targets(output.values) if counted is None else int(counted.sum())
-    centred = {weight.name: centre for weight, centre in request.weights.items() if weight in recorded.recorded}
+        if request.errors:
+            roots = roots_of(output.values, y, request.likelihood, request.fisher)
     computed = {call.weight.name for call in recorded if not call.of_data}
-    inputs = {name: Sums(centre, request.rows, name not in computed) for name, centre in centred.items()}
-    errors = {name: Sums(False, request.rows) for name in centred}
+    inputs = {}
+    for weight, centre in request.weights.items():
+        if weight in recorded.recorded:
+            inputs[weight.name] = Sums(centre, request.rows, tails=weight.name not in computed)
+    errors = {name: Sums(False, request.rows) for name in inputs}
     reached: dict[Call, Tensor] = {}  # the rows that errors came back to, of calls where that decides which rows count
     graph = Graph(output, recorded)
 
@@ -92,9 +97,6 @@ def measure(
         if call.weight.name in request.errors:
             call.add_errors(to_float64(delta) if request.precise else delta, errors[call.weight.name])
 
-    roots: Iterable[Tensor] = () if counted is None else [normal(output.values)]
-    if request.errors and request.likelihood is not None:
-        roots = roots_of(output.values, y, request.likelihood, request.fisher)
     with recorded.quiet():
         for root in roots:
             graph.send_back(of_targets(root, counted), take)
@@ -105,38 +107,35 @@ def measure(
         if call.weight.name in request.inputs:
             call.add_inputs(inputs[call.weight.name], rows.get(call))
     measured = {}
-    for name in centred:
-        z = inputs[name].moments() if inputs[name].rows else None
-        delta = errors[name].moments(float(targets)) if errors[name].rows else None
-        targets_measured = targets if name in request.errors else 0
-        measured[name] = LayerMoments(z, delta, name in recorded.called, name in graph.unexplained, targets_measured)
+    for name, z in inputs.items():
+        measured[name] = LayerMoments(
+            z.moments(),
+            errors[name].moments(float(targets)),
+            called=name in recorded.called,
+            unexplained=name in graph.unexplained,
+            targets=targets if name in request.errors else 0,
+        )
     return measured
 
 
+@dataclass(eq=False)
 class Meter:
     """Measures the layers of a model that are requested.
 
+    loss:      as it is declared
+    head:      finds the output that the loss is computed from
     request:   returns what is to be measured at this step
-    recorded:  what the user's own forward passes have measured since the last step
     seconds:   the time spent, under "statistics"
+    recorded:  what the user's own forward passes have measured since the last step
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        head: Head,
-        request: Callable[[], Request],
-        seconds: dict[str, float],
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.request = request
-        self.recorded: list[dict[str, LayerMoments]] = []
-        self._seconds = seconds
-        self._model = model
-        self._loss = loss
-        self._head = head
-        self._ranks = ranks
+    model: nn.Module
+    loss: Loss
+    head: Head
+    request: Callable[[], Request]
+    seconds: dict[str, float]
+    ranks: Ranks = ALONE
+    recorded: list[dict[str, LayerMoments]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry no batches."""
@@ -147,10 +146,10 @@ class Meter:
         request = self.request()
         device = output.values.device
         seed = self._seed(request, index)
-        is_ours = type(self._loss.likelihood).__module__.startswith("bprong.")
-        numbers = drawing(seed, device) if is_ours else random_numbers(self._model, seed)  # torch's own generator
+        is_ours = type(self.loss.likelihood).__module__.startswith("bprong.")
+        numbers = drawing(seed, device) if is_ours else random_numbers(self.model, seed)  # torch's own generator
         autocast = without_autocast(device.type)
-        with timed(self._seconds, "statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
+        with timed(self.seconds, "statistics"), own_pass(), numbers, torch.enable_grad(), autocast:
             return measure(request, output, calls, batch.y, batch.counted)
 
     def moments(
@@ -175,14 +174,14 @@ class Meter:
                 x = rows_of(batch.x, WHOLE, next(iter(weights)).weight.dtype)
                 request_again = replace(request, weights=weights, seed=self._seed(request, i))
                 with torch.enable_grad():
-                    again = record(self._model, request_again, x, batch.y, batch.counted, self._head, batch.class_dim)
+                    again = record(self.model, request_again, x, batch.y, batch.counted, self.head, batch.class_dim)
             measured.append({**(batch.measured or {}), **again})
         names = {weight.name for weight in request.weights}
         return {name: layer for name, layer in merged(measured).items() if name in names}
 
     def _seed(self, request: Request, index: int) -> int:
         """Return the seed of the targets drawn for a batch; no other batch of this step has it, on any rank."""
-        return mixed(request.seed, index * self._ranks.size + self._ranks.rank)
+        return mixed(request.seed, index * self.ranks.size + self.ranks.rank)
 
     @contextmanager
     def recording(self) -> Iterator[Callable[..., None]]:
@@ -191,8 +190,9 @@ class Meter:
 
             def measure_output(returned: Any, y: Tensor | None = None) -> None:
                 if calls.recorded:
-                    targets = None if y is None else Targets.observed(self._loss, y)
-                    output = Output.of(self._head.find(returned))
+                    targets = None if y is None else Targets.observed(self.loss, y)
+                    tensor = self.head.find(returned)
+                    output = Output.of(tensor, self.loss.class_dim(tensor, None))
                     self.recorded.append(self.measure(len(self.recorded), output, calls, Batch(targets=targets)))
                     calls.clear()
 

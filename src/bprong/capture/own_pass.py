@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -92,12 +92,14 @@ def _call(model: nn.Module, x: Any) -> Any:
 def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
     """Use separate random numbers, and restore the state of all modules afterwards."""
     state: list[Any] = [*GLOBAL_HOOKS]
+    parameters: set[int] = set()
     for module in model.modules():
+        parameters.update(map(id, module._parameters.values()))
         if not getattr(module, "buffers_are_constant", False):
             state.append(vars(module))
         if getattr(module, "max_norm", None) is not None:  # an embedding renormalises the rows that it looks up
             state += [p.detach() for p in module.parameters(recurse=False)]
-    restore = _restorers(state, set())
+    restorers = _restorers(state, parameters)
     with random_numbers(model, seed):
         try:
             for hooks, key, _, source in hooks_of(model):
@@ -108,34 +110,39 @@ def _without_trace(model: nn.Module, seed: int) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for function in restore:
-                    function()
+                for restore in restorers:
+                    restore()
 
 
-def _restorers(values: Iterable[Any], visited: set[int]) -> list[Callable[[], object]]:
-    """Return functions that give values, and what they contain, back their present contents."""
+def _restorers(values: Sequence[Any], visited: set[int]) -> list[Callable[[], object]]:
+    """Return functions that give values, and what they contain, back their present contents.
+
+    visited: the ids of those that are to be left out
+    """
     restorers: list[Callable[[], object]] = []
-    for value in values:
+    remaining = list(values)
+    for value in remaining:  # which grows meanwhile
         kind: Any = type(value)
         if kind in _IMMUTABLE or id(value) in visited:
             continue
         visited.add(id(value))
-        is_container, way = _way_of(kind)
-        if is_container and way and not value:  # as most containers of a module are
+        is_container = issubclass(kind, (dict, list, deque, set, tuple))
+        way = _way_of(kind)
+        if way and is_container and not value:  # as most containers of a module are
             restorers.append(value.clear)
-        elif way and not (issubclass(kind, Tensor) and isinstance(value, nn.Parameter)):
+            continue
+        if way:
             contents_of, restore = way
             restorers.append(partial(restore, value, contents_of(value)))
-        if is_container and value:
-            restorers += _restorers(list(value.values() if issubclass(kind, dict) else value), visited)
+        if is_container:
+            remaining += value.values() if issubclass(kind, dict) else value
     return restorers
 
 
 @cache
-def _way_of(kind: type[Any]) -> tuple[bool, tuple[Callable[[Any], Any], Callable[[Any, Any], object]] | None]:
-    """Return whether values of a type contain others; and what copies and what restores their contents, if any does."""
-    ways = [(contents_of, restore) for kinds, contents_of, restore in _RESTORED if issubclass(kind, kinds)]
-    return issubclass(kind, (dict, list, deque, set, tuple)), ways[0] if ways else None
+def _way_of(kind: Any) -> Sequence[Callable[..., Any]]:
+    """Return what copies and what restores the contents of values of a type; nothing, if they do not change."""
+    return next((way for kinds, *way in _RESTORED if issubclass(kind, kinds)), [])
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -143,14 +150,13 @@ def _refill(container: Any, contents: Any) -> None:
     if isinstance(container, dict):
         for key in container.keys() - contents.keys():
             del container[key]
-        container.update(contents)
     else:
         container.clear()
-        (container.update if isinstance(container, set) else container.extend)(contents)
+    (container.extend if hasattr(container, "extend") else container.update)(contents)
 
 
 _IMMUTABLE = {type(None), bool, int, float, complex, str, bytes, type, FunctionType}
-_RESTORED: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
+_RESTORED: tuple[tuple[Any, ...], ...] = (
     (dict, dict, _refill),
     ((list, deque, set), list, _refill),
     (Tensor, Tensor.clone, Tensor.copy_),
@@ -213,7 +219,7 @@ class Subset:
         if self.everything:
             return tensor
         chosen = torch.arange(self.count, device=tensor.device) * self.whole // self.count
-        return tensor.reshape(self.whole, len(tensor) // self.whole, *tensor.shape[1:])[chosen].flatten(0, 1)
+        return torch.unflatten(tensor, 0, (self.whole, -1))[chosen].flatten(0, 1)
 
 
 WHOLE = Subset(1, 1)  # of any batch

@@ -13,7 +13,7 @@ from bprong.linalg.moments import at_least_float32
 
 def nonzero_rows(call: Call, delta: Tensor) -> Tensor:
     """Return a mask (rows,) of the rows with an error; errors that cancel up to rounding do not count."""
-    rows = call.errors(delta).detach().flatten(1)
+    rows = call.errors(delta).detach()
     size = rows.to(at_least_float32(rows.dtype)).norm(dim=1)
     return torch.gt(size, float(size.max()) * torch.finfo(size.dtype).eps ** 0.75)
 
@@ -58,14 +58,13 @@ def _placed(call: Call, targets: Tensor, reached: Tensor) -> Tensor:
 
     targets: (examples, positions) which count; reached: (rows,) those that errors came back to
     """
-    examples = targets.any(dim=1)
-    each = len(reached) // len(examples)
-    layouts = [reached]
-    if len(reached) == targets.numel():
-        layouts = [targets.flatten(), targets.T.flatten()]
-    elif len(reached) == each * len(examples) and len(examples) in call.shape[: call.feature_dim][:2]:
-        layouts = [examples.repeat_interleave(each), examples.repeat(each)]
+    each = len(reached) // len(targets)
+    if each != targets.shape[1] and len(targets) in call.shape[: call.feature_dim][:2]:
+        targets = targets.any(dim=1, keepdim=True).expand(-1, each)  # those of whole examples
+    if targets.numel() != len(reached):
+        return reached
     # Batch-first or time-first? Take the layout that agrees with most of the rows that errors came back to.
+    layouts = (targets.flatten(), targets.T.flatten())
     return max(layouts, key=lambda layout: int((layout & reached).sum()))
 
 
@@ -100,8 +99,9 @@ def _marked(values: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
         return [torch.arange(length, device=values.device) >= values.unsqueeze(1) for length in longest]
     if values.numel() == 0:
         return []
-    high = values == values.amax()
-    if bool(high.all()) or not bool((high | (values == values.amin())).all()):
+    low, high = values.aminmax()
+    mask = values == high
+    if not bool((mask ^ (values == low)).all()):  # it does not have two values
         return []
-    mask = high if values.ndim == 2 else high.flatten(1, -2).any(dim=1)
+    mask = mask if values.ndim == 2 else mask.flatten(1, -2).any(dim=1)
     return [mask, ~mask]

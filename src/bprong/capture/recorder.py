@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from types import FrameType
@@ -27,10 +27,10 @@ from bprong.capture.calls import recorded_calls
 from bprong.capture.listener import Listener, is_compiled, is_own_pass, uninterrupted, unwatch, watch
 from bprong.capture.measure import Meter, merged
 from bprong.capture.observed import NO_BATCH, unseen_loss, with_observed
-from bprong.capture.tape import Batch, Head, Tape, nodes_behind
+from bprong.capture.tape import Batch, Tape, copy_of_output, nodes_behind
 from bprong.errors import warn
-from bprong.likelihood.loss import Loss, LossCall
-from bprong.parallel.processes import ALIKE, Ranks, is_sliced, local
+from bprong.likelihood.loss import LossCall
+from bprong.parallel.processes import ALIKE, Ranks, local
 from bprong.parallel.slices import leaves
 
 ROUNDING = 1e-3  # the relative difference up to which two factors are one; a few times eps in lower precision
@@ -40,35 +40,25 @@ class Recorder:
     """The batches a model was trained on since the last optimizer step.
 
     model:     the root module as the user calls it, compiled or not; its calls are listened to while this object lives
-    loss:      the declared loss
-    head:      finds the output that the loss is computed from
     meter:     measures the calls of the model's weights; measures: whether it does so at this step
-    trained:   the parameters that are trained; None: all
+    trained:   the parameters that are trained
     reads:     whether the targets of every batch are needed, even if nothing is measured
     keeps:     whether the arguments of calls are kept until the next step
-    observed:  the batches given by `observe`, which are measured instead of the calls
+    observed:  the batches (x, y) given by `observe`, which are measured at the next step instead of the calls
     scale:     compares gradients at the end of backward passes with those at the step
 
     Copies and pickles contain no batches and put a hook of their own on their model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        head: Head,
-        meter: Meter | None = None,
-        reads: bool = True,
-        keeps: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, meter: Meter, reads: bool, keeps: bool) -> None:
         self.model = model
-        self.loss = loss
-        self.head = head
         self.meter = meter
+        self.loss = meter.loss
+        self.head = meter.head
         self.reads = reads
         self.keeps = keeps
-        self.measures = meter is not None
-        self.trained: set[Tensor] | None = None
+        self.measures = True
+        self.trained: Collection[Tensor] = list(model.parameters())
         self.observed: list[tuple[Any, Tensor | None]] = []
         self.reached: list[Tape] = []
         self._accumulates = False  # whether the passes that reached them added to `.grad`
@@ -81,16 +71,15 @@ class Recorder:
         weakref.finalize(self, unwatch, id(self))
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[Any, ...], dict[str, Any]]:
-        arguments = (self.model, self.loss, self.head, self.meter, self.reads, self.keeps)
-        return Recorder, arguments, {"measures": self.measures, "trained": self.trained}
+        return (
+            Recorder,
+            (self.model, self.meter, self.reads, self.keeps),
+            {"measures": self.measures, "trained": self.trained},
+        )
 
     def stop_watching(self) -> None:
         """Look at calls of loss functions no longer, until the model is called again."""
         unwatch(id(self))
-
-    def observe(self, x: Any, y: Tensor | None = None) -> None:
-        """Measure this batch at the next step, instead of the calls of the model."""
-        self.observed.append((x, y))
 
     def forget(self) -> None:
         """Forget all batches: they were used, or the step was refused."""
@@ -105,7 +94,7 @@ class Recorder:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape | None:
         """When the model is called in training: return what is recorded of it; None: nothing."""
-        weights = self.meter.request().weights if self.measures and self.meter is not None else ()
+        weights = self.meter.request().weights if self.measures else ()
         if not (weights or self.reads):
             return None
         watch(id(self), partial(_tell, weakref.WeakMethod(self.note_loss)))
@@ -122,24 +111,31 @@ class Recorder:
     def finish(self, tape: Tape, returned: Any) -> None:
         """When the call has returned, or raised an error (None): wait for a backward pass."""
         tape.recording.close()
-        if returned is None and not self._waits:
-            self.stop_watching()
+        if returned is None:
+            if not self._waits:
+                self.stop_watching()
+            return
         if isinstance(self.loss.given, nn.Module) and self.head.inside is None:
             self.head.inside = any(call.is_declared for call in tape.losses)
+        output: Tensor | None
         try:
-            output = None if returned is None else self.head.find(returned, tape.losses)
+            output = self.head.find(returned, tape.losses)
         except TypeError as reason:  # whoever needs the output will say what is missing
             self._no_output = str(reason)
             # Without a declared loss the output itself is not needed, but a place where a backward pass arrives.
             tensors = tree_leaves(returned) if self.loss.is_undeclared else []
-            output = next((t for t in tensors if isinstance(t, Tensor) and t.requires_grad), None)
+            output = next((t for t in tensors if getattr(t, "grad_fn", None) is not None), None)
         if output is not None and output.grad_fn is not None:  # hooks would gather on a parameter
             self._wait(tape, output, returned)
 
     def _wait(self, tape: Tape, output: Tensor, returned: Any) -> None:
         """Wait for a backward pass at the output."""
         self._waits = True
-        tape.wait_at(output, returned)
+        tape.output = copy_of_output(output)
+        tape.number = output.output_nr
+        if tape.calls is not None:
+            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+            tape.calls.retained += map(weakref.ref, tensors)
         cast(Any, output.grad_fn).metadata[id(self)] = weakref.ref(tape)  # for a loss to find the call
         hook = partial(_tell, weakref.WeakMethod(self.arrive), tape)  # no tensor, which would be a cycle
         output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -175,40 +171,31 @@ class Recorder:
             self.reached = []
             self._accumulates = accumulates
         task = torch._C._current_graph_task_id()
-        is_first = task not in tape.tasks
-        self._sort_reached(task, is_first)
+        self._sort_reached(task)
         if tape not in self.reached:
             self.reached.append(tape)
-            tape.gradient = 0
-            tape.tasks.clear()
-        if task not in tape.tasks:
-            tape.tasks.append(task)
-            if accumulates and self.reads:
-                self.scale.expect(self.model.parameters())
-        tape.gradient = tape.gradient + gradient.detach()
-        if is_first and self.meter is not None and tape.calls is not None:
-            tape.measure(self.meter, len(self.reached) - 1, self.loss)
-            measured = (tape.measured or {}).values()
-            if measured and not self.keeps and all(layer.called for layer in measured):
-                tape.arguments = None
+            tape.gradients.clear()
+        tape.gradients[task] = gradient.detach().clone()  # of which autograd may make somebody's `.grad`
+        if accumulates and self.reads:
+            self.scale.expect(self.model.parameters())
+        tape.measure(self.meter, len(self.reached) - 1)
+        measured = (tape.measured or {}).values()
+        if measured and not self.keeps and all(layer.called for layer in measured):
+            tape.arguments = None
 
-    def _sort_reached(self, task: int, is_first: bool) -> None:
-        """Drop the calls whose gradients were thrown away; add the moments of others up.
-
-        is_first: whether the backward pass arrives at a call for the first time
-        """
-        finished = [tape for tape in self.reached if tape.tasks[-1] != task]
+    def _sort_reached(self, task: int) -> None:
+        """When a backward pass arrives: drop calls whose gradients were thrown away; add the moments of others up."""
+        finished = [tape for tape in self.reached if task not in tape.gradients]
         # While gradients accumulate, those of a sharded model are kept at its whole parameters.
-        trained = self.model.parameters() if self.trained is None or self._leaves else self.trained
-        if finished and _all_zero(trained):
+        if finished and _all_zero(self.model.parameters() if self._leaves else self.trained):
             self.reached = [tape for tape in self.reached if tape not in finished]
-        elif is_first:
-            # One set of moments is kept for any number of passes. If the gradients of one of them are thrown away, so
-            # are those of all the others.
-            counting = [tape for tape in finished if tape.measured and tape.batch(self.loss).counts]
-            for one, following in pairwise(counting):
-                following.measured = merged([one.measured or {}, following.measured or {}])
-                one.measured = {}
+            return
+        # One set of moments is kept for any number of passes. If the gradients of one of them are thrown away, so are
+        # those of all the others.
+        counting = [tape for tape in finished if tape.measured and tape.batch(self.loss).counts]
+        for one, following in pairwise(counting):
+            following.measured = merged([one.measured or {}, following.measured or {}])
+            one.measured = {}
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -224,20 +211,22 @@ class Recorder:
             raise TypeError(self._no_output) if self._no_output else RuntimeError(NO_BATCH)
         batches = [batch for batch in batches if batch.output is None or batch.output.numel()]
         if needed:
-            self._check_loss([batch for batch in batches if batch.targets is None])
+            self._check_loss(all(batch.targets is not None for batch in batches))
         if not counting:
             return batches
         return [batch for batch in batches if batch.counts] or ([] if shared else batches)
 
-    def _check_loss(self, unknown: Sequence[Batch]) -> None:
-        """If the targets of some batches are unknown, raise an error where they are needed, and otherwise warn once."""
-        calls = [call for tape in self.reached for call in tape.losses]
-        if unknown and self.reads:
-            raise RuntimeError(unseen_loss(self.loss, calls))
-        # At a fixed rate targets are not needed, and a mean of −log p may be computed by hand.
-        is_odd = self.loss.kind and not self.observed and any(batch.output is not None for batch in unknown)
-        if is_odd and not self._loss_was_checked:
-            warn(unseen_loss(self.loss, calls))
+    def _check_loss(self, is_known: bool) -> None:
+        """If the targets of some batches are unknown, raise an error where they are needed, and otherwise warn once.
+
+        At a fixed rate they are not needed, and a mean of −log p may be computed by hand.
+        """
+        if not is_known:
+            message = unseen_loss(self.loss, [call for tape in self.reached for call in tape.losses])
+            if self.reads:
+                raise RuntimeError(message)
+            if self.loss.kind and not (self.observed or self._loss_was_checked):
+                warn(message)
         self._loss_was_checked = True
 
     def seen(self) -> list[Batch]:
@@ -342,21 +331,21 @@ class GradientScale:
         """
         noted = self._noted
         self._noted = {}
-        pairs = [(norm, noted.get(p, norm.new_zeros(()))) for p, norm in _norms(gradients).items()]
-        device = pairs[0][0].device
-        numbers = torch.stack([norm.to(device) for pair in pairs for norm in pair]).tolist()
-        now, before = numbers[::2], numbers[1::2]
+        norms = _norms(gradients)
+        tensors = [*norms.values(), *(noted.get(p, torch.zeros_like(norm)) for p, norm in norms.items())]
+        numbers = torch.stack([norm.to(tensors[0].device) for norm in tensors]).tolist()
+        now, before = numbers[: len(norms)], numbers[len(norms) :]
         ratios = [a / b for a, b in zip(now, before, strict=True) if 0 < a < math.inf and 0 < b < math.inf]
         lowest = min(ratios, default=math.inf)
         highest = max(ratios, default=0.0)
         if ranks.size > 1:
             sizes, all_lowest, all_highest = ranks.table([sum(before), lowest, highest]).unbind(dim=1)
             # Who averages gradients by hand does so after the norms were noted, which then differ between ranks.
-            if not (any(map(is_sliced, gradients.values())) or torch.allclose(sizes, sizes[:1], rtol=ALIKE)):
+            if not (ranks.sharded or torch.allclose(sizes, sizes[:1], rtol=ALIKE)):
                 return sum(now), 1.0
             lowest = float(all_lowest.min())
             highest = float(all_highest.max())
-        tolerance = max(ROUNDING, 4 * max(torch.finfo(norm.dtype).eps for norm, _ in pairs))
+        tolerance = max(ROUNDING, 4 * max(torch.finfo(norm.dtype).eps for norm in norms.values()))
         return sum(now), None if highest > (1 + tolerance) * lowest else highest or 1.0
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bprong.capture.listener import noted_hooks
 from bprong.likelihood.families import nontrivial
@@ -119,10 +118,10 @@ class Output:
 
     tensor: Tensor
     edge: GradientEdge | None
-    class_dim: int | None = None
+    class_dim: int | None
 
     @classmethod
-    def of(cls, output: Tensor, class_dim: int | None = None) -> Output:
+    def of(cls, output: Tensor, class_dim: int | None) -> Output:
         edge = get_gradient_edge(output) if output.requires_grad else None
         return cls(copy_of_output(output), edge, class_dim)
 
@@ -233,11 +232,9 @@ class Tape:
     calls:      of the weights to measure, until they are measured; None: nothing is to be measured
     output:     a copy of it; None: there is none yet, or a step has used it
     number:     which of the results of its operation it is
-    retained:   tensors whose gradients the user may have asked to be retained
     losses:     the calls of loss functions that were given the output
-    gradient:   at the output, summed over the backward passes that reached it; 0: none has
+    gradients:  at the output, by the number of the backward pass that brought it, of the passes that count
     measured:   the moments of its layers
-    tasks:      the backward passes that count, in their order
 
     It must not hold on to the operation that computed the output, whose hook holds on to it.
     """
@@ -247,43 +244,31 @@ class Tape:
     calls: Calls | None = None
     output: Tensor | None = None
     number: int = 0
-    retained: Sequence[weakref.ref[Tensor]] = ()
     losses: list[LossCall] = field(default_factory=list)
-    gradient: Any = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     measured: Mapping[str, LayerMoments] | None = None
-    tasks: list[int] = field(default_factory=list)
 
     def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the model was called with, for a pass of our own: copies, which nobody changes meanwhile."""
-        device = next((p.device.type for p in model.parameters()), "cpu")
+        device = next(model.parameters()).device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        args, kwargs = tree_map(copy_of, (args, kwargs))
-        self.arguments = Arguments(args, kwargs, autocast)
+        self.arguments = Arguments(tree_map(copy_of, args), tree_map(copy_of, kwargs), autocast)
         self.recording.enter_context(noted_hooks(model))
-
-    def wait_at(self, output: Tensor, returned: Any) -> None:
-        """Note the output of the call, where a backward pass is to arrive; returned: by the model."""
-        self.output = copy_of_output(output)
-        self.number = output.output_nr
-        if self.calls is not None:
-            tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
-            self.retained = [*self.calls.retained, *map(weakref.ref, tensors)]
 
     def batch(self, loss: Loss) -> Batch:
         """Return the batch that the model was called with, with its output and targets."""
-        batch = Batch(self.arguments, measured=self.measured)
-        assert self.output is not None
-        arrived = [call for call in self.losses if call.count(self.tasks)]
+        returned = cast(Tensor, self.output)
+        arrived = [call for call in self.losses if call.count(self.gradients)]
         declared = [call for call in arrived if call.is_declared]
         losses = declared or [call for call in arrived if call.function in loss.functions]
-        class_dim = loss.class_dim(self.output, losses[0].input if losses else None)
-        output = laid_out(self.output, class_dim)
-        gradient = laid_out(self.gradient, class_dim)
+        class_dim = loss.class_dim(returned, losses[0].input if losses else None)
+        output = laid_out(returned, class_dim)
+        gradient = laid_out(cast(Tensor, sum(self.gradients.values())), class_dim)
         targets = targets_of(loss.likelihood, losses, output, gradient) if losses else None
         reached = loss.likelihood.reached(gradient) if targets is None else None
-        return replace(batch, output=output, class_dim=class_dim, targets=targets, reached=reached)
+        return Batch(self.arguments, output, class_dim, targets, reached, self.measured)
 
-    def measure(self, meter: Meter, index: int, loss: Loss) -> None:
+    def measure(self, meter: Meter, index: int) -> None:
         """Measure the recorded calls on the user's graph, as if the user's backward pass had not begun.
 
         index: of the batch, since the last step
@@ -293,17 +278,13 @@ class Tape:
             self.calls = None
         if calls is None or self.output is None or calls.opaque or not self.output.numel():
             return
-        batch = self.batch(loss)
+        batch = self.batch(meter.loss)
         edge = GradientEdge(torch._C._current_autograd_node(), self.number)
-        retained = [(t, t.grad) for t in (ref() for ref in self.retained) if t is not None and t.retains_grad]
         try:
             self.measured = meter.measure(index, Output(self.output, edge, batch.class_dim), calls, batch)
         except RuntimeError as reason:
             if "compiled" not in str(reason):  # compiled functions run backward only once
                 raise
-        finally:
-            for tensor, before in retained:
-                tensor.grad = before
 
     def release(self) -> None:
         """Forget all, since a step has used it. The user may still hold on to the output, and its hook to this."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +62,13 @@ class WeightMatrix:
     module: Any = None
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """The weight and, if it has one, its bias."""
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+    @property
     def is_trained(self) -> bool:
-        return any(p is not None and p.requires_grad for p in (self.weight, self.bias))
+        return any(p.requires_grad for p in self.parameters)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -82,11 +86,9 @@ class WeightMatrix:
         """The number of entries of the matrix."""
         return self.inputs.groups * self.inputs.features * self.outputs.features
 
-    def of(self, other: Mapping[Tensor, Tensor]) -> WeightMatrix:
+    def of(self, other: Mapping[Any, Tensor]) -> WeightMatrix:
         """The same matrix in other parameters, given by those that they stand for."""
-        if self.weight not in other:
-            return self
-        return replace(self, weight=other[self.weight], bias=None if self.bias is None else other[self.bias])
+        return replace(self, weight=other.get(self.weight, self.weight), bias=other.get(self.bias, self.bias))
 
     def own(self, values: Tensor) -> Tensor:
         """This matrix's part of a tensor shaped like the parameter, as a view."""
@@ -134,17 +136,17 @@ class Kind(NamedTuple):
     """
 
     make: Callable[..., Iterable[WeightMatrix]]
-    parameters: Mapping[str, str] = MappingProxyType({"weight": "bias"})
+    parameters: Mapping[str, str] = {"weight": "bias"}
 
 
 def weight_matrices_of(name: str, module: nn.Module, limits: Limits | None = None) -> list[WeightMatrix]:
     """The weights that a module holds itself; none unless its exact type is supported or registered."""
     layer_type = written_type(module)
     registered = dict(REGISTERED.values())  # the last of a type holds
-    kind = registered.get(layer_type) or KINDS.get(layer_type)
+    weights: list[WeightMatrix] = []
+    kind = (KINDS | registered).get(layer_type)
     if kind is None:
-        return []
-    weights = []
+        return weights
     for parameter, bias in kind.parameters.items():
         prefix = parameter if len(kind.parameters) > 1 else ""
         for weight in kind.make(module, getattr(module, parameter), getattr(module, bias, None), limits or Limits()):
@@ -157,13 +159,13 @@ def dotted(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def weight_matrix_of(name: str, layer: Any) -> WeightMatrix:
+def weight_matrix_of(name: str, layer: Any, limits: Limits | None = None) -> WeightMatrix:
     """The only weight of a layer: a module of torch's, or a whitened layer of the paper's network."""
     if hasattr(layer, "forward_blocks"):
         return WeightMatrix(
             name, layer.weight_dagger, layer.bias_dagger, layer.forward_blocks, layer.backward_blocks, module=layer
         )
-    return weight_matrices_of(name, layer)[0]
+    return weight_matrices_of(name, layer, limits)[0]
 
 
 def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[WeightMatrix]:
@@ -182,7 +184,7 @@ def covered_weights(model: nn.Module, limits: Limits | None = None) -> Iterator[
             continue
         matrices = weight_matrices_of(name, module, limits)
         # A weight computed from other parameters (weight norm, spectral norm) is not itself a parameter.
-        if parameters | {None} >= {p for weight in matrices for p in (weight.weight, weight.bias)}:
+        if parameters.issuperset(p for weight in matrices for p in weight.parameters):
             yield from matrices
 
 

@@ -8,10 +8,9 @@ chooses between them, and the precision they are stored in is its layer's (`whit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, Self, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from bprong.linalg.units import feature_units
 RelativeTo = Literal["one", "mean", "variance"]
 RELATIVES = get_args(RelativeTo)
 NEVER_VARIES = 1e-37  # a variance up to this: its inverse is not finite in float32
+NO_FACTOR = (0.0, 0.0, 0.0)  # the numbers of a factor that there is not
 PROBES = 32  # random vectors that estimate the distance of a wide side from white
 
 
@@ -76,21 +76,16 @@ class Factor:
     a leading dimension if the side has several groups. A product has the precision of the matrix, whatever the
     precision that the factor is stored in.
 
-    kind:     the number of this form in checkpoints and in messages between processes; 0: it cannot be restored
     tensor, numbers:
-              what it is made of, for these: one tensor, and up to two numbers
+              what it is made of, for checkpoints and for messages between processes (`low_rank.restored`); the tensor
+              has the shape of the second moment, or its first columns. A factor that another process keeps has its
+              tensor on the device "meta", which has no memory
     cost:     operations that a product takes for each entry of the matrix it is applied to
     """
 
-    kind: ClassVar[int] = 0
     tensor: Tensor
-    numbers: Sequence[float] = ()
+    numbers: tuple[float, float, float]
     cost: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, blocks: Blocks, numbers: Sequence[float]) -> Self:
-        """Return the factor that is made of these, of a side in these blocks."""
-        raise NotImplementedError
 
     def left(self, M: Tensor) -> Tensor:
         """(Ž+ε)⁻¹ M for a matrix, for a vector of features, or for (lead, size, n) block by block."""
@@ -106,36 +101,18 @@ class Factor:
         raise NotImplementedError
 
 
-class Elsewhere(Factor):
-    """A factor that another process keeps; owner: the rank of that process."""
-
-    tensor = torch.empty(0)
-
-    def __init__(self, owner: int, cost: int) -> None:
-        self.owner = owner
-        self.cost = cost
-
-    def __str__(self) -> str:
-        return f"on rank {self.owner},"
-
-
 class Dense(Factor):
     """The inverse itself: (size, size), or (lead, size, size) block by block.
 
     The products of blocks of one coordinate are taken by elements.
     """
 
-    kind = 1
-
     def __init__(self, inverse: Tensor, blocks: Blocks) -> None:
         self.inverse = inverse
         self.tensor = inverse
+        self.numbers = (inverse.shape[-1], 0, 0)
         self.blocks = blocks
         self.cost = 2 * inverse.shape[-1]
-
-    @classmethod
-    def of(cls, tensor: Tensor, blocks: Blocks, numbers: Sequence[float]) -> Dense:
-        return cls(tensor, blocks)
 
     def left(self, M: Tensor) -> Tensor:
         blocks = self.blocks
@@ -223,9 +200,8 @@ def factor_by_cholesky(moments: Moments, damping: Damping, blocks: Blocks, like:
     None: the moment is not finite, or not positive definite at its precision. `roots.py` then finds a factor, or says
     why there is none.
     """
-    scatter = moments.scatter
-    epsilon = damping.amounts(diagonal(scatter) / moments.weight)
-    inverse = inverse_by_cholesky(scatter, epsilon, like.dtype, moments.weight)
+    epsilon = damping.amounts(moments.variances)
+    inverse = inverse_by_cholesky(moments.scatter, epsilon, like.dtype, moments.weight)
     return None if inverse is None else Dense(inverse.to(like), blocks)
 
 
@@ -281,33 +257,3 @@ def distance_from_white(factor: Factor, second: Tensor) -> float:
         off_white = factor.left(second @ off_white) - off_white
     squared = float((v * off_white).sum())
     return math.sqrt(max(squared, 0.0) * size / second.numel())
-
-
-# Numbers that describe a factor, so that it can be restored from its tensor -------------------------------------------
-
-DESCRIPTION = 6  # its kind (0: there is none here), up to three sizes of its tensor, up to two numbers
-
-
-def description(factor: Factor | None) -> list[float]:
-    """Return DESCRIPTION numbers; zeros if there is no factor here."""
-    if factor is None:
-        return [0.0] * DESCRIPTION
-    sizes = [*factor.tensor.shape, 0, 0][:3]
-    return [factor.kind, *sizes, *[*factor.numbers, 0.0, 0.0][:2]]
-
-
-def described_shape(numbers: Sequence[float]) -> list[int]:
-    """Return the shape of the tensor of a factor that was described."""
-    return [int(size) for size in numbers[1:4] if size]
-
-
-def described(numbers: Sequence[float], tensor: Tensor, blocks: Blocks) -> Factor | None:
-    """Return the factor that was described, of a side in these blocks; None if there is none.
-
-    tensor: its tensor, or a wider one of which this is the first columns
-    """
-    for form in Factor.__subclasses__():
-        if form.kind and form.kind == numbers[0]:
-            columns = described_shape(numbers)[-1]
-            return form.of(tensor[..., :columns].contiguous(), blocks, numbers[4:])
-    return None

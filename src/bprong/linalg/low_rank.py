@@ -18,8 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, Factor, eigenpairs
-from bprong.linalg.moments import Blocks, Moments, random_directions
+from bprong.linalg.factors import Dense, Factor, eigenpairs
+from bprong.linalg.moments import Blocks, random_directions
 
 # Low rank pays for small ranks. A step through a side of d features, with n rows on the other side, takes 2nd²
 # operations exactly and 4ndk with rank k; products with a narrow factor run at about 0.7 of the speed of square ones
@@ -65,19 +65,13 @@ class LowRank(Factor):
             Ž+ε: ‖E W^½‖ / ‖W^½‖ with E = (Ž+ε)^½ M (Ž+ε)^½ − I, W = (Ž+ε)^-½ Ž (Ž+ε)^-½
     """
 
-    kind = 2
-
     def __init__(self, B: Tensor, s: float, error: float = 0.0) -> None:
         self.B = B
         self.tensor = B
         self.s = s
         self.error = error
-        self.numbers = (s, error)
+        self.numbers = (B.shape[1], s, error)
         self.cost = 4 * B.shape[1]
-
-    @classmethod
-    def of(cls, tensor: Tensor, blocks: Blocks, numbers: Sequence[float]) -> LowRank:
-        return cls(tensor, *numbers)
 
     def left(self, M: Tensor) -> Tensor:
         B = self.B.to(M.dtype)
@@ -99,28 +93,14 @@ class LowRank(Factor):
         return f"rank {self.B.shape[1]} of"
 
 
-def factor_by_low_rank(
-    moments: Moments,
-    damping: Damping,
-    blocks: Blocks,
-    like: Tensor,
-    previous: Factor | None,
-    backoff: Backoff,
-    is_chosen: bool,
-) -> LowRank | None:
-    """Return the low-rank factor of a side; None: it is not one block, or flat.
+def restored(numbers: Sequence[float], tensor: Tensor, blocks: Blocks) -> Factor:
+    """Return the factor, of either form, that has these numbers.
 
-    previous:  its factor before
-    backoff:   when it is tried, unless `is_chosen`: the user asked for it
+    tensor: its tensor, or a wider one of which this is the first columns
     """
-    if blocks.lead or not (is_chosen or backoff.tries()):
-        return None
-    epsilon = float(damping.amounts(moments.variances)[0])
-    largest_rank = blocks.size - 1 if is_chosen else int(LOW_RANK_SHARE * blocks.size)
-    start = previous.B if isinstance(previous, LowRank) else None
-    factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, largest_rank, start)
-    backoff.record(factor is not None)
-    return factor
+    columns, s, error = numbers
+    tensor = tensor[..., : int(columns)].contiguous()
+    return LowRank(tensor, s, error) if s else Dense(tensor, blocks)
 
 
 def low_rank(

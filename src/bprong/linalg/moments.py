@@ -48,7 +48,8 @@ class Blocks:
     @cached_property
     def lead(self) -> int:
         """The leading dimension of moments and factors; 0 for a single block, whose tensors have none."""
-        return self.groups * self.count if self.groups * self.count > 1 else 0
+        number = self.groups * self.count
+        return number if number > 1 else 0
 
     @cached_property
     def features(self) -> int:
@@ -64,11 +65,6 @@ class Blocks:
     def entries(self) -> int:
         """The number of entries of the second moment."""
         return self.groups * self.count * self.size**2
-
-    @property
-    def cost(self) -> float:
-        """What factoring the second moment costs, up to a constant: the cube of the size, for each block."""
-        return float(self.entries * self.size)
 
     def __str__(self) -> str:
         """
@@ -147,6 +143,11 @@ class Moments:
             return self.values.to(torch.float64).square().sum(dim=0) / self.weight
         return diagonal(self.values).to(torch.float64) / self.weight
 
+    @cached_property
+    def mean_eigenvalue(self) -> float:
+        """The mean eigenvalue of Ž or D."""
+        return float(self.variances.mean())
+
     def thinned(self) -> Moments:
         """Return the moments of each feature alone, as those of a block of its own; another process has the rest."""
         mean = None if self.mean is None else self.mean.reshape(-1, 1)
@@ -171,8 +172,8 @@ class Moments:
 
     def copy(self) -> Moments:
         """Return these moments, summed in float64, in new memory."""
-        scatter = self.scatter
-        return replace(self, values=scatter.clone() if scatter is self.values else scatter, as_rows=False)
+        values = self.scatter if self.as_rows else self.values.to(torch.float64, copy=True)
+        return replace(self, values=values, as_rows=False)
 
     def average_(self, new: Moments, keep: float) -> Moments:
         """Return what `merge` returns, in the memory of these moments, which are not valid afterwards.
@@ -186,14 +187,14 @@ class Moments:
             scatter.mul_(keep).add_(new.values)
         old_weight = self.weight * keep
         weight = old_weight + new.weight
+        mean = self.mean
+        if mean is not None:
+            difference = cast(Tensor, new.mean) - mean
+            add_outer_(scatter, difference, old_weight * new.weight / weight)
+            # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
+            mean = mean + difference * (new.weight / weight)
         tails = None if self.tails is None or new.tails is None else self.tails * keep + new.tails
-        moments = replace(self, weight=weight, tails=tails)
-        if self.mean is None:
-            return moments
-        difference = cast(Tensor, new.mean) - self.mean
-        add_outer(scatter, difference, difference, old_weight * new.weight / weight, out=scatter)
-        # Written as a step from one mean, so that a constant coordinate keeps a variance of exactly zero.
-        return replace(moments, mean=self.mean + difference * (new.weight / weight))
+        return Moments(weight, mean, scatter, tails=tails)
 
 
 class Sums:
@@ -233,7 +234,8 @@ class Sums:
             self._tails = self._tails + torch.stack([(z**3).sum(0), (z**4).sum(0)])
         if self._centre:
             if self._origin is None:
-                self._origin = _origin(rows)
+                # Written as a step from one row, so that the variance of a constant feature is exactly zero.
+                self._origin = rows[0] + (rows - rows[0]).mean(dim=0)
             rows = rows - self._origin
             self._sum = self._sum + rows.sum(dim=0).to(torch.float64)
         self.rows += len(rows)
@@ -252,32 +254,27 @@ class Sums:
         self.rows += indices.numel()
         self._scatter = counts if self._scatter is None else self._scatter + counts
 
-    def moments(self, weight: float | None = None) -> Moments:
-        """Return the moments of all rows; to be called once.
+    def moments(self, weight: float | None = None) -> Moments | None:
+        """Return the moments of all rows, or None if there are none; to be called once.
 
         weight: what they are divided by; None: the number of rows
 
         D is divided by the number of targets. Where one weight acts at many positions, the score of an example is the
         sum over positions, and so is its Fisher matrix: the mean over positions would lose a factor of their number.
         """
-        weight = float(self.rows) if weight is None else weight
+        if self.rows == 0:
+            return None
         as_rows = self._scatter is None
         values = torch.cat(self._chunks) if self._scatter is None else self._scatter
-        if self._origin is None:
-            return Moments(weight, None, values, as_rows, self._tails)
-        offset = self._sum / self.rows
-        if as_rows:
-            values -= offset.to(values)
-        else:
-            s = self._sum.to(values)
-            add_outer(values, s, s, -1 / self.rows, out=values)
-        return Moments(weight, self._origin + offset, values, as_rows, self._tails)
-
-
-def _origin(rows: Tensor) -> Tensor:
-    """Return the mean of rows; for a constant feature exactly the constant, so that its variance is exactly zero."""
-    first = rows[0]
-    return first + (rows - first).mean(dim=0)
+        mean = None
+        if self._origin is not None:
+            offset = self._sum / self.rows
+            mean = self._origin + offset
+            if as_rows:
+                values -= offset.to(values)
+            else:
+                add_outer_(values, offset.to(values), -self.rows)
+        return Moments(float(self.rows) if weight is None else weight, mean, values, as_rows, self._tails)
 
 
 def _precision(rows: Tensor) -> torch.dtype:
@@ -363,11 +360,12 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-def add_outer(M: Tensor, a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
-    """Return M + α abᵀ, block by block if there is a leading dimension; `out` may be M."""
+def add_outer_(M: Tensor, a: Tensor, factor: float) -> None:
+    """Add a multiple of aaᵀ to M in place, block by block if there is a leading dimension."""
     if M.ndim == 2:
-        return torch.addr(M, a, b, alpha=alpha, out=out)
-    return torch.baddbmm(M, a.unsqueeze(-1), b.unsqueeze(-2), alpha=alpha, out=out)
+        M.addr_(a, a, alpha=factor)
+    else:
+        M.baddbmm_(a.unsqueeze(-1), a.unsqueeze(-2), alpha=factor)
 
 
 def float64_copy(values: Tensor) -> Tensor:

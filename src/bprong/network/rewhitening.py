@@ -126,7 +126,7 @@ class Rewhitening:
                     )
         refreshed: list[Refresh] = []
         refresh(
-            self._layers, updated, self._schedule, damping=lambda _, side: self._damping[side.name],
+            updated, self._schedule, damping=lambda _, side: self._damping[side.name],
             take=partial(self._take, measured, refreshed),
         )  # fmt: skip
         return refreshed

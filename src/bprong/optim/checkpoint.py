@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +38,15 @@ def packed(kind: str, parameters: list[Tensor], whitening: Whitening, rule: Step
     kind: the name of the class of the optimizer
     """
     numbers = rule.state_dict(parameters)
-    directions = numbers.pop("pending", [])
     entries: list[State] = [{} for _ in parameters]
-    for entry, p, direction in zip(entries, parameters, directions, strict=bool(directions)):
+    for entry, p, direction in zip(entries, parameters, numbers.pop("pending", ()), strict=False):
         entry["has_pending"] = direction is not None
         entry["pending"] = torch.zeros_like(p) if direction is None else direction
     ranks = whitening.ranks
     for layer, (place, number) in _places(parameters, whitening).items():
         state = layer.state_dict()
-        if ranks.sharded and layer.name in ranks.owners:
-            state = tree_map(partial(ranks.received, owner=ranks.owners[layer.name]), state)
+        if ranks.sharded and layer.weight in ranks.owners:
+            state = tree_map(partial(ranks.received, owner=ranks.owners[layer.weight]), state)
         state["whitened"] = layer.name in whitening.layers
         entries[place].setdefault("layers", {})[number] = state
     numbers = {"schedule": whitening.schedule.state_dict(), "rule": numbers}
@@ -55,57 +54,50 @@ def packed(kind: str, parameters: list[Tensor], whitening: Whitening, rule: Step
     return entries
 
 
-def _kind(name: str, rule: StepRule) -> str:
-    """What the states of two optimizers must have in common."""
-    return f"{name} with the step rule {rule.kind}"
-
-
 def unpacked(
-    kind: str, parameters: list[Tensor], whitening: Whitening, rule: StepRule, entries: Mapping[int, State]
+    kind: str, parameters: list[Tensor], whitening: Whitening, rule: StepRule, entries: Sequence[State]
 ) -> tuple[State, State, dict[str, State]]:
     """The states of the schedule, of the rule and of each layer, which is empty if it follows the fallback rule.
 
     Raises ValueError if they are those of another kind of optimizer, or of another model.
     """
-    numbers = _numbers_of(entries, _kind(kind, rule))
+    expected = _kind(kind, rule)
+    ((saved, numbers),) = entries[0].get("optimizer", {"another optimizer": {}}).items()
+    if saved != expected:
+        raise ValueError(
+            f"the state is that of {saved}, and this is {expected}: make the optimizer with the same class, the same "
+            f'step ("natural" or "spectral"), and lr="auto" or a number as the saved one was'
+        )
+    numbers = tree_map(_with_none, numbers)
     rule_state = numbers.get("rule", {})
-    by_place = [entries.get(i, {}) for i in range(len(parameters))]
-    rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in by_place]
-    saved = {(i, number): state for i, entry in entries.items() for number, state in entry.get("layers", {}).items()}
+    rule_state["pending"] = [entry["pending"] if entry.get("has_pending") else None for entry in entries]
+    states = {(i, number): state for i, e in enumerate(entries) for number, state in e.get("layers", {}).items()}
     places = _places(parameters, whitening)
-    if saved.keys() != set(places.values()):
-        raise ValueError(f"the state has {len(saved)} layers, and this model has {len(places)} that are whitened")
+    if states.keys() != set(places.values()):
+        raise ValueError(f"the state has {len(states)} layers, and this model has {len(places)} that are whitened")
     layers = {}
     for layer, place in places.items():
-        state = saved[place]
+        state = states[place]
         layers[layer.name] = state if state["whitened"] else {}
         if state["whitened"]:
             layer.check_state(state)
     return numbers["schedule"], rule_state, layers
 
 
-def _numbers_of(entries: Mapping[int, State], kind: str) -> State:
-    """The numbers of the schedule and of the rule; raises ValueError if they are those of another kind."""
-    (saved, numbers), *_ = entries.get(0, {}).get("optimizer", {"another optimizer": {}}).items()
-    if saved != kind:
-        raise ValueError(
-            f"the state is that of {saved}, and this is {kind}: make the optimizer with the same class, the same step "
-            f'("natural" or "spectral"), and lr="auto" or a number as the saved one was'
-        )
-    return cast(State, tree_map(_with_none, numbers))
-
-
-def check_demoted(parameters: Sequence[Tensor], demoted: Sequence[Layer], state_dict: State) -> None:
-    """Raises ValueError if layers that follow the fallback rule have no averages for it.
-
-    state_dict: torch's own
-    """
+def check_demoted(layers: Iterable[Layer], parameters: Sequence[Tensor], state_dict: State) -> None:
+    """Raises ValueError if layers that follow the fallback rule have no averages for it in torch's own state."""
     states = dict(zip(parameters, map(state_dict["state"].get, _names(state_dict)), strict=False))
-    if demoted and not any("exp_avg" in (states.get(p) or {}) for layer in demoted for p in layer.parameters):
-        raise ValueError(
-            f"the state lacks Adam's averages of layer {demoted[0].name!r}, which was left to the fallback rule during "
-            f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
-        )
+    for layer in layers:
+        if not any("exp_avg" in (states.get(p) or {}) for p in layer.parameters):
+            raise ValueError(
+                f"the state lacks Adam's averages of layer {layer.name!r}, which was left to the fallback rule during "
+                f"training. torch.distributed.checkpoint cannot know that: use torch.save for this model"
+            )
+
+
+def _kind(name: str, rule: StepRule) -> str:
+    """What the states of two optimizers must have in common."""
+    return f"{name} with the step rule {rule.kind}"
 
 
 # torch's own state ----------------------------------------------------------------------------------------------------
@@ -117,17 +109,10 @@ def with_entries(state_dict: State, entries: Sequence[State]) -> State:
     return state_dict | {"state": states}
 
 
-def without_entries(state_dict: State) -> tuple[dict[int, State], State]:
-    """Our entries, by the place of their parameter, and torch's own state without them."""
-    entries = {}
-    states = {}
-    places = {name: i for i, name in enumerate(_names(state_dict))}
-    for name, state in state_dict["state"].items():
-        others = dict(state)
-        if KEY in others:
-            entries[places[name]] = others.pop(KEY)
-        if others:
-            states[name] = others
+def without_entries(state_dict: State) -> tuple[list[State], State]:
+    """Our entries, in the order of the parameters, and torch's own state without them."""
+    states = {name: dict(state) for name, state in state_dict["state"].items()}  # names may be numbers
+    entries = [states.get(name, {}).pop(KEY, {}) for name in _names(state_dict)]
     return entries, state_dict | {"state": states}
 
 

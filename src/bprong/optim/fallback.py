@@ -1,4 +1,4 @@
-"""The rule for parameters that no whitener covers: Adam, at a fraction of the learning rate.
+"""The rule for parameters that no whitener covers: Adam.
 
 Scales of normalisation layers, bare parameters and tied weights have no z and δ of their own. Adam is what most people
 would use for them, and its usual learning rate is a tenth of ours.
@@ -19,12 +19,8 @@ from bprong.optim.rules import States, kept
 
 @dataclass(frozen=True)
 class Fallback:
-    """Adam (Kingma & Ba, Algorithm 1); the states of the parameters are the optimizer's.
+    """Adam (Kingma & Ba, Algorithm 1); the states of the parameters are the optimizer's."""
 
-    rate: its learning rate, relative to the parameter group's
-    """
-
-    rate: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
@@ -56,13 +52,9 @@ class Fallback:
         torch._foreach_sqrt_(denominators)
         torch._foreach_add_(denominators, [max(self.eps, _vanishing(each.dtype, second)) for each in v])
         steps = torch._foreach_div(m, denominators)
-        torch._foreach_mul_(
-            steps, [-self.rate * rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)]
-        )
-        direction = {}
-        for p, step in zip(gradients, steps, strict=True):
-            direction[p] = torch.view_as_complex(step) if p.is_complex() else step
-        return direction
+        torch._foreach_mul_(steps, [-rates[p] / (1 - first**t) for p, t in zip(gradients, counts, strict=True)])
+        direction = zip(gradients, steps, strict=True)
+        return {p: torch.view_as_complex(step) if p.is_complex() else step for p, step in direction}
 
 
 @functools.cache

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bprong.errors import warn
 from bprong.linalg.factors import Damping
-from bprong.optim.fallback import Fallback
 from bprong.optim.options import Setup
 from bprong.optim.rules import (
     Gradients,
@@ -22,7 +20,6 @@ from bprong.optim.rules import (
     note_lengths,
     products,
 )
-from bprong.parallel.processes import summed
 from bprong.whitening.layer import SideName
 from bprong.whitening.layers import Layers
 
@@ -44,32 +41,15 @@ class FixedRate(RuleWithDamping):
     max_step:  a bound on the length of each step in the Fisher metric, momentum included; None: no bound
     """
 
-    def __init__(
-        self,
-        damping: Mapping[SideName, Damping],
-        max_step: float | None,
-        fallback: Fallback,
-        few: bool = False,
-    ) -> None:
-        super().__init__(damping, few)
-        self._max_step = max_step
-        self._fallback = fallback
-        self._momentum = 0.0  # the largest that was given, before a scheduler changed it
-        self._warned = False
-        self.checks = max_step is not None
-
-    @classmethod
-    def of(cls, setup: Setup) -> FixedRate:
+    def __init__(self, setup: Setup) -> None:
         """BPRONG's steps are bounded by default."""
-        bound = setup.bound(MAX_STEP if setup.both_sides else None)
-        few = setup.has_default_damping and bound is not None
-        return cls(natural_damping(setup), bound, setup.options.fallback(FALLBACK_RATE), few)
+        self._max_step = setup.bound(MAX_STEP if setup.both_sides else None)
+        self._fallback = setup.options.fallback()
+        self.checks = self._max_step is not None
+        super().__init__(natural_damping(setup), few=self.checks and setup.has_default_damping)
 
     def __str__(self) -> str:
         return "natural steps"
-
-    def check_group(self, group: Group) -> None:
-        self._momentum = max(self._momentum, float(group["momentum"]))
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         groups = gradients.groups
@@ -79,37 +59,22 @@ class FixedRate(RuleWithDamping):
         if weights := _weights_of_biases(rates, layers):
             # They move by η_b d_b − η_W d_W c, also if their own rate is zero.
             steps = layers.natural_gradients(gradients.values, rates)
-            rates |= {bias: rates[bias] or rates[weight] for bias, weight in weights.items()}
-            natural |= {bias: steps[bias] / rates[bias] for bias in weights}
+            for bias, weight in weights.items():
+                rates[bias] = rates[bias] or rates[weight]
+                natural[bias] = steps[bias] / rates[bias]
         decay_(groups)
         factors = {p: rates[p] * (1.0 if groups[p]["momentum"] else scale) for p in natural}
         velocities = _make_(natural, factors, scale, gradients)
         if gradients.noted:
             note_lengths(velocities, layers, factors)
         others = {p: g for p, g in gradients.values.items() if p not in natural}
+        for p in others:
+            rates[p] *= FALLBACK_RATE
+            if self._max_step is not None:  # a schedule lowers the limit too
+                rates[p] *= min(1.0, MOST_FALLBACK / max(FALLBACK_RATE * groups[p]["highest_lr"], 1e-300))
         if others:
-            rates = {p: rates[p] * self._fallback_part(groups[p]) for p in others}
             for p, direction in self._fallback.directions(others, gradients.states, rates).items():
                 p.add_(direction)
-
-    def _fallback_part(self, group: Group) -> float:
-        """The part of a group's rate at which Adam's stays within its limit. A schedule lowers both."""
-        if self._max_step is None:
-            return 1.0
-        return min(1.0, MOST_FALLBACK / max(self._fallback.rate * _highest(group), 1e-300))
-
-    def _warn_of_cycled_momentum(self, gradients: Gradients) -> None:
-        """Warns once if a scheduler added momentum to literal steps, which makes them up to 1/(1 − β) times longer."""
-        if self._warned or self._momentum:
-            return
-        cycled = max((float(group.get("max_momentum", 0)) for group in gradients.groups.values()), default=0.0)
-        if cycled:
-            self._warned = True
-            warn(
-                f"a scheduler, such as OneCycleLR or CyclicLR, has written a momentum of up to {cycled:g} into the "
-                f"parameter groups, although none was given: steps become up to {1 / (1 - cycled):.0f} times longer, "
-                f"and nothing bounds them here. Give the scheduler cycle_momentum=False, or the optimizer max_step=0.1"
-            )
 
     def _scale(self, natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients, layers: Layers) -> float:
         """The factor that reduces a step to the bound.
@@ -118,14 +83,15 @@ class FixedRate(RuleWithDamping):
         the bound. A learning rate below its highest lowers the bound too.
         """
         if self._max_step is None:
-            self._warn_of_cycled_momentum(gradients)
             return 1.0
-        groups = list({id(group): group for group in gradients.groups.values()}.values())
-        scheduled = max([float(group["lr"]) / (_highest(group) or 1.0) for group in groups])
+        scheduled = 0.0
+        momentum = 0.0
+        for group in {id(group): group for group in gradients.groups.values()}.values():
+            scheduled = max(scheduled, float(group["lr"]) / (_highest(group) or 1.0))
+            momentum = max(momentum, float(group["momentum"]))
         if not scheduled:  # velocities advance as at a very small rate
-            rates = {p: _highest(group) for p, group in gradients.groups.items()}
+            rates = {p: group["highest_lr"] for p, group in gradients.groups.items()}
             scheduled = 1.0
-        momentum = max([float(group["momentum"]) for group in groups])
         length = _length(natural, rates, gradients, layers)
         return min(1.0, (1 - momentum) * scheduled * self._max_step / max(length, 1e-150))
 
@@ -155,8 +121,7 @@ def _length(natural: Mapping[Tensor, Tensor], rates: Rates, gradients: Gradients
     squared = 0.0
     for p, product in zip(natural, numbers, strict=False):
         squared += squares[p] * product
-    squared = summed(squared, values.values()) if gradients.sliced else squared
-    return math.sqrt(max(squared, 0.0))
+    return math.sqrt(max(gradients.summed(squared), 0.0))
 
 
 def _weights_of_biases(rates: Rates, layers: Layers) -> dict[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,9 +28,9 @@ from bprong.optim.factory import factory
 from bprong.optim.fixed_rate import SMALL_RATE, FixedRate
 from bprong.optim.options import Options, Setup
 from bprong.optim.report import RECENT, Report, layer_row
-from bprong.optim.rules import Directions, Group, StepRule
+from bprong.optim.rules import Group
 from bprong.optim.spectral import Spectral, SpectralDirections
-from bprong.optim.stepping import SteppingOptimizer, fallback_of, name_in
+from bprong.optim.stepping import SteppingOptimizer, name_in
 from bprong.parallel.processes import Ranks
 from bprong.parallel.slices import unwrapped
 from bprong.whitening.layer import Layer, SideName
@@ -39,12 +39,6 @@ from bprong.whitening.refresh import Whitening
 from bprong.whitening.schedule import Periods
 
 StepKind = Literal["auto", "natural", "spectral"]
-# By the name of a step: the rule at a given learning rate, and the directions of steps without one, at first.
-STEPS: Mapping[str, tuple[Callable[[Setup], StepRule], type[Directions]]] = {
-    "auto": (FixedRate.of, NaturalDirections),
-    "natural": (FixedRate.of, NaturalDirections),
-    "spectral": (Spectral.of, SpectralDirections),
-}
 
 
 class BPRONG(SteppingOptimizer):
@@ -144,16 +138,22 @@ class BPRONG(SteppingOptimizer):
         self._loss = declared_loss(loss)
         self._model = getattr(model, "_orig_mod", model)  # a compiled model is measured as it was written
         head = Head(self._options.output, self._loss.functions)
-        dampings: dict[SideName, float | Damping | None] = {"forward": forward_damping, "backward": backward_damping}
+        dampings: dict[SideName, float | Damping] = {}
+        if forward_damping is not None:
+            dampings["forward"] = forward_damping
+        if backward_damping is not None:
+            dampings["backward"] = backward_damping
         setup = Setup(
             self._model, self._loss, head, self._options, dampings, max_step, self._whitens_backward, self._ranks
         )  # fmt: skip
-        at_given_rate, directions = STEPS[one_of("step", step, tuple(STEPS))]
-        is_automatic = lr == "auto"
-        if is_automatic and step == "auto":
-            self._race = Race.of(setup)
-            directions = directions if self._race else SpectralDirections
-        self._rule = Automatic.of(setup, directions) if is_automatic else at_given_rate(setup)
+        is_spectral = one_of("step", step, get_args(StepKind)) == "spectral"
+        if lr == "auto":
+            if step == "auto":
+                self._race = Race.of(setup)
+                is_spectral = self._race is None
+            self._rule = Automatic.of(setup, SpectralDirections if is_spectral else NaturalDirections)
+        else:
+            self._rule = Spectral(setup) if is_spectral else FixedRate(setup)
         defaults = {
             "lr": 1.0 if lr == "auto" else lr,
             "momentum": self._rule.momentum if momentum is None else momentum,
@@ -166,13 +166,10 @@ class BPRONG(SteppingOptimizer):
         self._meter = Meter(
             self._model, self._loss, head, self._whitening.request, self._whitening.seconds, self._ranks
         )
-        self._recorder = Recorder(
-            model, self._loss, head, self._meter,
-            self._rule.reads_every_batch, self._rule.reruns(0),
-        )  # fmt: skip
+        self._recorder = Recorder(model, self._meter, self._rule.reads_every_batch, self._rule.reruns(0))
         self._takes_all = params is None  # so that parameters without a group are worth a warning
         super().__init__([p for p in model.parameters() if p.requires_grad] if params is None else params, defaults)
-        self._forget()
+        self._listen()
 
     @classmethod
     def factory(
@@ -213,7 +210,8 @@ class BPRONG(SteppingOptimizer):
         For training in eval mode, for models that are called through a wrapper, and for fisher="empirical", which
         needs y.
         """
-        self._recorder.observe(x, y)
+        if self._observes:
+            self._recorder.observed.append((x, y))
 
     def recording(self) -> AbstractContextManager[Callable[..., None]]:
         """For models that are not called as model(x): measures a forward pass of your own.
@@ -248,8 +246,7 @@ class BPRONG(SteppingOptimizer):
         whitening = self._whitening
         total = math.inf if self._started is None else time.perf_counter() - self._started
         t = whitening.schedule.t
-        fallback = fallback_of(self._model, self._parameters, whitening)
-        reasons = {name_in(self._model, p): reason for p, reason in fallback.items()}
+        reasons = {name_in(self._model, p): reason for p, reason in self._fallback_reasons().items()}
         rows = [layer_row(layer, t, self._rule.damping) for layer in whitening.layers.values()]
         shares = {purpose: seconds / total for purpose, seconds in whitening.seconds.items()}
         undone = sum(t - step < RECENT for step in self._rule.undone_at)
@@ -265,7 +262,7 @@ class BPRONG(SteppingOptimizer):
         group = self.defaults | dict(param_group)
         for key, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
             group[key] = number(key, group[key], 0, below)
-        (self._rule if self._race is None else self._race).check_group(group)
+        (self._race or self._rule).check_group(group)
         super().add_param_group(group)
         self._whitening.given = set(self._parameters)
         self._recorder.trained = self._whitening.given
@@ -289,7 +286,9 @@ class BPRONG(SteppingOptimizer):
         if self._race is not None and "race" in state_dict:
             self._rule = self._race.load_state_dict(state_dict["race"], parameters, self._rule, whitening.layers)
         schedule, rule, layers = unpacked(type(self).__name__, parameters, whitening, self._rule, entries)
-        check_demoted(parameters, [layer for name, layer in whitening.layers.items() if layers.get(name) == {}], others)
+        check_demoted(
+            [layer for layer in whitening.layers.values() if layers.get(layer.name) == {}], parameters, others
+        )
         super().load_state_dict(others)
         self._rule.load_state_dict(rule, parameters)
         whitening.load_state_dict(schedule, layers)

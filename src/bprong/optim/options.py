@@ -54,8 +54,6 @@ class Options:
     output: Key | None = None
 
     def __post_init__(self) -> None:
-        if self.seed is not None:
-            integer("options['seed']", self.seed, 0)
         one_of("options['power']", self.power, get_args(Power))
         one_of("options['solver']", self.solver, get_args(Solver))
         integer("options['max_dim']", self.max_dim, 1)
@@ -76,9 +74,9 @@ class Options:
             raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(names)}")
         return cls(**options or {})
 
-    def fallback(self, rate: float = 1.0) -> Fallback:
-        """The rule of parameters that are not whitened; rate: its learning rate, relative to the group's."""
-        return Fallback(rate, self.fallback_betas)
+    def fallback(self) -> Fallback:
+        """The rule of parameters that are not whitened."""
+        return Fallback(self.fallback_betas)
 
     def schedule(self, layers: Layers, every: int | Periods | None, backward: bool, rule: Defaults) -> Schedule:
         """The schedule of layers; refuses what has no effect in the mode that was chosen."""
@@ -87,25 +85,21 @@ class Options:
         else:
             periods = Periods(1, refresh="drift") if every is None else Periods(integer("every", every, 1))
         one_of("refresh", periods.refresh, get_args(Mode))
-        if not backward:
-            _refuse(periods.backward_every is not None, "backward_every", "PRONG whitens forward only")
-            _refuse(self.fisher != "sampled", "fisher", "PRONG measures no errors")
+        if not backward and periods.backward_every is not None:
+            raise ValueError("backward_every would have no effect: PRONG whitens forward only")
+        if not backward and self.fisher != "sampled":
+            raise ValueError("fisher would have no effect: PRONG measures no errors")
         overhead = OVERHEAD if every is None else None
         return Schedule(
             layers, periods, self.fisher, self.average, self.seed, overhead, rule.early_steps, rule.early_parts
         )
 
 
-def _refuse(without_effect: bool, name: str, reason: str) -> None:
-    if without_effect:
-        raise ValueError(f"{name} would have no effect: {reason}")
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a rule is made from.
 
-    dampings:    of the inputs and of the errors, as the user gave them; None: the rule's default
+    dampings:    of the sides, as the user gave them; the others have the rule's default
     max_step:    the user's bound on the length of a step; "auto": the rule's default
     both_sides:  whether errors are whitened too
     """
@@ -114,22 +108,18 @@ class Setup:
     loss: Loss
     head: Head
     options: Options
-    dampings: Mapping[SideName, float | Damping | None]
+    dampings: Mapping[SideName, float | Damping]
     max_step: float | Literal["auto"] | None
     both_sides: bool
     ranks: Ranks
 
     @property
     def has_default_damping(self) -> bool:
-        return all(damping is None for damping in self.dampings.values())
+        return not self.dampings
 
     def damping(self, defaults: Mapping[SideName, float | Damping]) -> dict[SideName, Damping]:
         """The damping of each side."""
-        dampings = {}
-        for name, default in defaults.items():
-            given_damping = self.dampings[name]
-            dampings[name] = Damping.of(default if given_damping is None else given_damping)
-        return dampings
+        return {name: Damping.of(damping) for name, damping in {**defaults, **self.dampings}.items()}
 
     def bound(self, default: float | None) -> float | None:
         """The bound on the length of a step; None: there is none."""

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from bprong.capture.coverage import table
-from bprong.whitening.layer import SIDES, Layer, Side
+from bprong.whitening.layer import SIDES, Layer
 from bprong.whitening.refresh import Damper
 
-COLUMNS = {  # of each side, with the values of `side_values`: heading, explanation
+COLUMNS = {  # of each side, with the values of `layer_row`: heading, explanation
     "factor": ("factor", "how the second moment Ž of the inputs z, or D of the errors δ, is inverted, and its size"),
     "damping": ("ε", "what is added to each eigenvalue before it is inverted (mean)"),
     "age": ("age", "steps since the factor was computed"),
@@ -23,17 +23,6 @@ RULE_NUMBERS = {"alpha": "α", "mu": "μ", "lambda": "λ", "ratio": "actual/pred
 RECENT = 60  # steps, of which
 OFTEN = 3  # undone ones are often: with the steps that undo them they are a tenth
 FAR = 1.0  # median drift at which natural steps are twice as long as new statistics ask for, and gain nothing
-
-
-def side_values(layer: Layer, side: Side, t: int, damping: Damper) -> dict[str, Any]:
-    """Return the values of a side of a layer at step t, in the columns; None: not known yet."""
-    moments = side.moments
-    return {
-        "factor": f"{side.factor or 'identity'} {side.blocks}",
-        "damping": None if moments is None else float(damping(layer, side).amounts(moments.variances).mean()),
-        "age": None if side.refreshed_at is None else t - side.refreshed_at,
-        "drift": side.last_drift,
-    }
 
 
 @dataclass(frozen=True)
@@ -74,18 +63,19 @@ class Report:
     def __str__(self) -> str:
         headings = {"layer": "layer"}
         for key, (heading, _) in COLUMNS.items():
-            headings |= {f"{side}_{key}": f"{heading} {letter}" for side, letter in zip(SIDES, "zδ", strict=True)}
+            headings[f"forward_{key}"] = f"{heading} z"
+            headings[f"backward_{key}"] = f"{heading} δ"
         headings["step_norm"] = STEP[0]
         used = [key for key in headings if any(row.get(key) is not None for row in self.layers)]
         rows = [[cell(row.get(key)) for key in used] for row in by_block(self.layers)]
         lines = [f"{self.steps} steps", table([headings[key] for key in used], rows)]
-        lines += [f"{heading}: {explanation}" for heading, explanation in (*COLUMNS.values(), STEP)]
+        lines += map(": ".join, [*COLUMNS.values(), STEP])
         if len(rows) < len(self.layers):
             lines.append("blocks: the largest values of their layers; report().layers has each layer")
-        reasons: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for name, reason in self.fallback.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
+            names_of.setdefault(reason, []).append(name)
+        for reason, names in names_of.items():
             lines.append(f"not whitened (Adam): {', '.join(names[:3])}{', …' * (len(names) > 3)} ({reason})")
         lines += [f"race: {result}" for result in self.races]
         if self.rule:
@@ -111,10 +101,17 @@ class Report:
 
 
 def layer_row(layer: Layer, t: int, damping: Damper) -> dict[str, Any]:
-    """Return the row of a layer at step t."""
+    """Return the row of a layer at step t: its step, and the columns of its sides; None: not known yet."""
     row: dict[str, Any] = {"layer": layer.name, "step_norm": layer.step_norm}
     for side in layer.sides:
-        row |= {f"{side.name}_{key}": value for key, value in side_values(layer, side, t, damping).items()}
+        moments = side.moments
+        values = {
+            "factor": f"{side.factor or 'identity'} {side.blocks}",
+            "damping": None if moments is None else float(damping(layer, side).amounts(moments.variances).mean()),
+            "age": None if side.refreshed_at is None else t - side.refreshed_at,
+            "drift": side.last_drift,
+        }
+        row |= {f"{side.name}_{key}": value for key, value in values.items()}
     return row
 
 

@@ -54,9 +54,9 @@ class Gradients:
     states: States
     t: int
     base_seed: int
-    noted: bool = False
-    sliced: bool = False
-    checked: bool = True
+    noted: bool
+    sliced: bool
+    checked: bool
     batches: Sequence[Batch] = ()
     factor: float | None = 1.0
 
@@ -65,6 +65,10 @@ class Gradients:
         """For random numbers of this step."""
         return mixed(self.base_seed, self.t)
 
+    def summed(self, value: float) -> float:
+        """The sum over all processes of what each computed from its slices; the value, if nothing is sliced."""
+        return summed(value, self.values.values()) if self.sliced else value
+
 
 class NotFiniteError(ArithmeticError):
     """A gradient may not be finite; nothing was changed."""
@@ -72,8 +76,8 @@ class NotFiniteError(ArithmeticError):
 
 def kept(state: dict[str, Any], key: str, like: Tensor) -> Tensor:
     """A tensor in the state of a parameter, which starts at zero; converted, if the model was."""
-    state[key] = state[key].to(like.dtype) if key in state else torch.zeros_like(like)
-    tensor: Tensor = state[key]
+    tensor: Tensor = state[key].to(like.dtype) if key in state else torch.zeros_like(like)
+    state[key] = tensor
     return tensor
 
 
@@ -256,8 +260,7 @@ def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float]
     for layer in layers.values():
         if layer.weight in steps:
             step = steps[layer.weight]
-            if local(step) is step:
-                length = float((step if layer.linear.rows is None else step[layer.linear.rows]).norm())
-            else:  # of the whole parameter
-                length = math.sqrt(summed(float(local(step).square().sum()), [step]))
+            rows = layer.linear.rows
+            part = local(step) if rows is None or is_sliced(step) else step[rows]  # slices: of the whole parameter
+            length = math.sqrt(summed(float(part.norm()) ** 2, [step]))
             layer.step_norm = length if rates is None else rates[layer.weight] * length

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, Factor, centred
+from bprong.linalg.factors import Damping, centred
 from bprong.linalg.orthogonal import whitened_msgn
 from bprong.optim.fallback import Fallback
 from bprong.optim.options import Power, Setup
@@ -33,7 +33,7 @@ from bprong.optim.rules import (
     note_lengths,
 )
 from bprong.whitening.layer import SIDES, Layer, SideName, WeightAndBias
-from bprong.whitening.layers import Layers, Pairs, Stack, stacked
+from bprong.whitening.layers import Layers, Pairs, stacked
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
 DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
@@ -63,7 +63,7 @@ class SpectralDirections(Directions):
 
     @classmethod
     def of(cls, setup: Setup) -> SpectralDirections:
-        return cls(setup.options.fallback(1.0), setup.options.power)
+        return cls(setup.options.fallback(), setup.options.power)
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:
@@ -97,30 +97,28 @@ class SpectralDirections(Directions):
         for stack in layers.stacks(pairs):
             matrices = [centred(cast(Tensor, pairs[layer][0]), pairs[layer][1], layer.c) for layer in stack.layers]
             matrix = cast(Tensor, stacked(matrices))
-            msgn = whitened_msgn(matrix if stack.u is None else matrix / stack.u, *self._factors(stack))
+            factors = [stack.left, stack.right]
+            if self.power == "half":
+                factors = [factor and factor.root for factor in factors]
+            msgn = whitened_msgn(matrix if stack.u is None else matrix / stack.u, *factors)
             units += stack.units
             directions |= zip(stack.layers, [msgn] if len(matrices) == 1 else msgn.unbind(), strict=True)
         if not directions:
             return {}
         steps = list(directions.values())
-        factors = [-rates[layer.weight] for layer in directions]
+        scales = [-rates[layer.weight] for layer in directions]
         if self.rms is not None:
             norms = torch._foreach_norm(steps)
             torch._foreach_clamp_min_(norms, SMALLEST)
             torch._foreach_div_(steps, norms)
-            factors = [factor * self.rms * math.sqrt(d.numel()) for factor, d in zip(factors, steps, strict=True)]
-        torch._foreach_mul_(steps, factors)
-        for step, u in zip(steps, units, strict=True):
-            if u is not None:
-                step.div_(u)
-        biases = [pairs[layer][1] for layer in directions]
-        zeros = [None if M_b is None else torch.zeros_like(M_b) for M_b in biases]
-        return dict(zip(directions, zip(steps, zeros, strict=True), strict=True))
-
-    def _factors(self, stack: Stack) -> list[Factor | None]:
-        """RᵀR and UᵀU of some layers."""
-        factors = [stack.left, stack.right]
-        return factors if self.power == "whole" else [None if factor is None else factor.root for factor in factors]
+            scales = [scale * self.rms * math.sqrt(d.numel()) for scale, d in zip(scales, steps, strict=True)]
+        torch._foreach_mul_(steps, scales)
+        weights_and_biases: dict[Layer, WeightAndBias] = {}
+        for layer, step, u in zip(directions, steps, units, strict=True):
+            M_b = pairs[layer][1]
+            zero = None if M_b is None else torch.zeros_like(M_b)
+            weights_and_biases[layer] = step if u is None else step.div_(u), zero
+        return weights_and_biases
 
 
 class Spectral(RuleWithDamping):
@@ -129,15 +127,11 @@ class Spectral(RuleWithDamping):
     momentum = SpectralDirections.momentum
     early_parts = SpectralDirections.early_parts
 
-    def __init__(self, damping: Mapping[SideName, Damping], direction: SpectralDirections, few: bool = False) -> None:
-        super().__init__(damping, few)
-        self.direction = direction
-
-    @classmethod
-    def of(cls, setup: Setup) -> Spectral:
+    def __init__(self, setup: Setup) -> None:
         if setup.bound(None) is not None:
             raise ValueError("max_step would have no effect: the length of spectral steps depends on lr alone")
-        return cls(setup.damping(DAMPING), SpectralDirections.of(setup), setup.has_default_damping)
+        self.direction = SpectralDirections.of(setup)
+        super().__init__(setup.damping(DAMPING), few=setup.has_default_damping)
 
     def __str__(self) -> str:
         return "spectral steps"

@@ -85,51 +85,44 @@ class SteppingOptimizer(Optimizer):
         if self._ranks.sharded:
             reshard(self._model)
         whitening = self._whitening
-        is_made = self._make(self._gradients())
-        if not is_made or whitening.due or whitening.unused:
-            self._forget()
-            return
-        if self._observes:
-            self._recorder.forget()
+        if self._make(self._gradients()) and not (whitening.due or whitening.unused):
+            whitening.due = whitening.schedule.t == whitening.schedule.next  # as planned: nothing was measured
         else:
-            self._recorder.observed.clear()  # given although nothing was due
-        whitening.due = whitening.schedule.t == whitening.schedule.next
-        self._listen()
+            whitening.attend()
+        self._forget()
 
     def _make(self, gradients: Gradients) -> bool:
         """Whether a step was made; False: it was refused, or the last one was undone."""
         rule = self._rule
+        whitening = self._whitening
         if self._observes:
             self._recorder.stop_watching()
             self._ranks.check()
         if not gradients.values:
             return False
         if gradients.checked and not self._accepts(gradients):
-            if gradients.t == 0:
-                prepare(gradients, rule, self._whitening)
             return False
         if self._observes and not self._take_batches(gradients):
             return False
         if rule.undo_if_blown_up_(gradients):
             return False
-        whitening = self._whitening
         with without_autocast(next(iter(gradients.values)).device.type):
             if self._observes:
                 self._measure(gradients)
             start = time.perf_counter()
             if self._averages is not None:
                 self._averages.add(self._parameters)
-            try:
-                winner = None
-                if self._race is not None and gradients.t >= self._race.next:
-                    winner = self._race.winner(rule, gradients, whitening.layers)
-                if winner is None:
+            winner = None
+            if self._race is not None and gradients.t >= self._race.next:
+                winner = self._race.winner(rule, gradients, whitening.layers)
+            if winner is None:
+                try:
                     rule.step_(gradients, whitening.layers)
-                else:
-                    self._follow(winner, gradients.t)
-            except NotFiniteError:
-                gradients.checked = True
-                return self._make(gradients)
+                except NotFiniteError:
+                    gradients.checked = True
+                    return self._make(gradients)
+            else:
+                self._follow(winner, gradients.t)
         self._refused = 0
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
@@ -155,41 +148,45 @@ class SteppingOptimizer(Optimizer):
                 groups[p] = group
                 values[p] = gradient
         schedule = self._whitening.schedule
-        checked = self._observes or self._ranks.sharded or not self._rule.checks or schedule.t == 0
-        checked = checked or self._averages is not None  # weights are added before a rule checks
+        is_sharded = self._ranks.sharded
+        checks = self._rule.checks and self._averages is None  # weights are added before a rule checks
         return Gradients(
             values, groups, self.state, schedule.t, schedule.base_seed,
-            noted=self._whitening.due, sliced=self._ranks.sharded, checked=checked,
+            noted=self._whitening.due, sliced=is_sharded,
+            checked=self._observes or is_sharded or not checks or schedule.t == 0,
         )  # fmt: skip
 
     def _accepts(self, gradients: Gradients) -> bool:
         """Whether gradients are finite and, at the first step, not all zero."""
-        values = list(gradients.values.values())
-        slices = [local(g) for g in values] if gradients.sliced else values
+        slices = list(gradients.values.values())
+        if gradients.sliced:
+            slices = list(map(local, slices))
         if self._rule.reads_every_batch:
             size, gradients.factor = self._recorder.scale.compare(gradients.values, self._ranks)
         else:
             size = sum(read(torch._foreach_norm(slices)))
-        if not math.isfinite(summed(size, values) if gradients.sliced else size):
-            names = []
-            for p, g in gradients.values.items():
-                if summed(float(not local(g).isfinite().all()), [g]):
-                    names.append(name_in(self._model, p))
-            if names:  # otherwise every number is finite, but the square of one overflows
-                self._refuse(gradients, names)
-                return False
+        if not math.isfinite(gradients.summed(size)) and self._refuses(gradients):
+            return False
         self._refused = 0
-        return gradients.t > 0 or summed(any(bool(g.any()) for g in slices), values) > 0
+        if gradients.t > 0 or gradients.summed(any(bool(g.any()) for g in slices)):
+            return True
+        prepare(gradients, self._rule, self._whitening)
+        return False
 
-    def _refuse(self, gradients: Gradients, names: list[str]) -> None:
-        """Warns of gradients that are not finite, of the parameters of these names, or raises an error."""
+    def _refuses(self, gradients: Gradients) -> bool:
+        """Warns of gradients that are not finite or, after several in a row, raises an error; False: they all are."""
+        wrong = [p for p, g in gradients.values.items() if summed(not local(g).isfinite().all(), [g])]
+        if not wrong:  # every number is finite, but the square of one overflows
+            return False
         self._refused += 1
-        message = f"step {gradients.t} refused: the gradient of {', '.join(names)} is not finite"
+        names = ", ".join(name_in(self._model, p) for p in wrong)
+        message = f"step {gradients.t} refused: the gradient of {names} is not finite"
         if self._refused >= PATIENCE:
             raise FloatingPointError(f"{message}, {PATIENCE} times in a row; lower the learning rate or check the data")
         # Two in a row are not one bad batch but a bad step.
         is_undone = self._refused == PATIENCE - 1 and self._rule.undo_(gradients)
         warn(f"{message}; {'the last update was undone' if is_undone else 'nothing was changed'}")
+        return True
 
     def _take_batches(self, gradients: Gradients) -> bool:
         """Gives the gradients the batches behind them; False: the rule needs one, and no process has any."""
@@ -219,15 +216,15 @@ class SteppingOptimizer(Optimizer):
                 measured = whitening.measured(request, moments)
             whitening.refresh(measured, self._rule.damping)
         if gradients.t == 0:
-            warn_of_fallback(self._parameters, fallback_of(self._model, self._parameters, whitening))
+            warn_of_fallback(self._parameters, self._fallback_reasons())
         if gradients.noted and self._takes_all:
             self._takes_all = not warn_of_untrained(self._model, whitening.given)
 
     def _forget(self) -> None:
-        """After a step, whether it was made, undone or refused: forgets its batches, and prepares for the next."""
-        self._recorder.forget()
+        """After a step, whether it was made, undone or refused: forgets its batches, and listens for the next."""
+        if self._observes:
+            self._recorder.forget()
         self._meter.recorded.clear()
-        self._whitening.attend()
         self._listen()
 
     def _listen(self) -> None:
@@ -246,6 +243,13 @@ class SteppingOptimizer(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _fallback_reasons(self) -> dict[Tensor, str]:
+        """The parameters that are not whitened, with the reason."""
+        whitening = self._whitening
+        covered = whitening.layers.parameters
+        uncovered = [p for p in self._parameters if p not in covered]
+        return fallback_reasons(self._model, uncovered) | whitening.reasons
+
     def __getstate__(self) -> dict[str, Any]:
         """For deepcopy and pickle: torch's own state and ours, without batches."""
         ours = {name: getattr(self, name) for name in SteppingOptimizer.__annotations__}
@@ -253,25 +257,24 @@ class SteppingOptimizer(Optimizer):
 
 
 def prepare(gradients: Gradients, rule: StepRule, whitening: Whitening) -> None:
-    """Creates the states of the parameters, which distributed checkpoints ask for before they load them."""
-    zeros = {p: torch.zeros_like(g) for p, g in gradients.values.items()}
-    groups = {p: group | {"lr": 0.0, "weight_decay": 0.0} for p, group in gradients.groups.items()}
+    """Creates the states of the parameters, which distributed checkpoints ask for before they load them.
+
+    gradients: all zero
+    """
     whitening.share()
-    rule.prepare(replace(gradients, values=zeros, groups=groups, noted=False), whitening.layers)
-    for p in zeros:
-        states = {key: value * 0 for key, value in gradients.states[p].items() if key != KEY}  # steps are counted there
-        gradients.states[p] = states | {KEY: {}}
+    groups = {p: group | {"lr": 0.0} for p, group in gradients.groups.items()}
+    rule.prepare(replace(gradients, groups=groups, noted=False), whitening.layers)
+    for p in gradients.values:
+        state = gradients.states[p]
+        for key in state.keys() - {KEY}:
+            state[key] = state[key] * 0  # steps are counted there
+        state[KEY] = {}
 
 
 def name_in(model: nn.Module, parameter: Tensor) -> str:
     """The name of a parameter in a model."""
     names = (name for name, p in model.named_parameters() if p is parameter)
     return next(names, "a parameter outside the model")
-
-
-def fallback_of(model: nn.Module, parameters: Sequence[Tensor], whitening: Whitening) -> dict[Tensor, str]:
-    """The parameters that are not whitened, with the reason."""
-    return fallback_reasons(model, [p for p in parameters if p not in whitening.covered]) | whitening.reasons
 
 
 def warn_of_fallback(parameters: Sequence[Tensor], reasons: Mapping[Tensor, str]) -> None:

@@ -31,8 +31,7 @@ class Ranks:
     group:   of torch.distributed; None: all processes
     wrapper: the DistributedDataParallel around the model, if it is known
     sharded: whether each process has a slice of each parameter (FSDP2)
-    owners:  the rank that factors each layer, by name; empty: each rank factors all
-    parameters: the rank that factors the layers of each parameter of a sharded model
+    owners:  the rank that factors the layers of each parameter; empty: each rank factors all
     before:  how many processes made the steps so far; None: none was made
 
     Whether there are several processes is found out anew each time, since a script may start torch.distributed after
@@ -43,8 +42,7 @@ class Ranks:
         self, group: Any = None, wrapper: nn.parallel.DistributedDataParallel | None = None, sharded: bool = False
     ) -> None:
         self.sharded = sharded
-        self.owners: dict[str, int] = {}
-        self.parameters: Mapping[Tensor, int] = {}
+        self.owners: dict[Tensor, int] = {}
         self.before: int | None = None
         self._group = group
         self._wrapper = wrapper
@@ -90,9 +88,9 @@ class Ranks:
                 "statistics. Give all ranks the same number of batches, for example with DistributedSampler"
             )
 
-    def is_own(self, name: str) -> bool:
-        """Return whether this rank factors the layer of this name."""
-        return not self.owners or self.owners[name] == self.rank
+    def is_own(self, parameter: Tensor) -> bool:
+        """Return whether this rank factors the layers of this parameter."""
+        return not self.owners or self.owners[parameter] == self.rank
 
     def whole(self, model: nn.Module) -> AbstractContextManager[Mapping[Tensor, Tensor]]:
         """Put whole parameters into a sharded model while the context is active; yield them by those that are sliced.
@@ -159,7 +157,7 @@ class Ranks:
         owned = {}
         for p, value in values.items():
             whole = value.full_tensor()
-            if self.parameters[p] == self.rank:
+            if self.is_own(p):
                 owned[p] = whole
         return owned
 
@@ -171,7 +169,7 @@ class Ranks:
         slices = {}
         for p, value in values.items():
             empty = torch.empty(value.shape, dtype=at_least_float32(value.dtype), device=value.device)
-            whole = self.received(owned.get(p, empty), self.parameters[p])
+            whole = self.received(owned.get(p, empty), self.owners[p])
             of_all = type(value).from_local(whole, value.device_mesh, run_check=False)
             slices[p] = of_all.redistribute(placements=value.placements)
         return slices

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,17 +20,16 @@ from torch import Tensor
 from bprong.capture.request import LayerMoments
 from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
-from bprong.linalg.factors import (
-    DESCRIPTION,
-    Damping,
-    Elsewhere,
-    Factor,
-    described,
-    description,
-    distance_from_white,
-    factor_by_cholesky,
+from bprong.linalg.factors import NO_FACTOR, Damping, Factor, distance_from_white, factor_by_cholesky
+from bprong.linalg.low_rank import (
+    LOW_RANK_ERROR,
+    LOW_RANK_FROM,
+    LOW_RANK_SHARE,
+    Backoff,
+    LowRank,
+    low_rank,
+    restored,
 )
-from bprong.linalg.low_rank import LOW_RANK_FROM, Backoff, factor_by_low_rank
 from bprong.linalg.moments import Blocks, Moments, at_least_float32, diagonal, feature_means, float64_device
 from bprong.linalg.roots import RootSolver, factor_by_eigenvalues
 
@@ -41,7 +40,6 @@ WeightAndBias = tuple[Tensor | None, Tensor | None]  # of W and of b: their grad
 
 PATIENCE = 3  # consecutive failures after which an error is raised instead of a warning
 SAMPLING = 0.1  # times tr/N: the sampling error of eigenvalues from N observations
-_NUMBERS = {"refreshed_at": int, "mean_eigenvalue": float, "observations": float, "interval": int}
 
 
 @dataclass(eq=False)
@@ -52,7 +50,6 @@ class Side:
     factor:           (Ž+ε)⁻¹ or (D+ε)⁻¹; None: the identity
     units:            the units of the features that the factor is in; None: as they are
     refreshed_at:     the step at which the factor was last computed
-    mean_eigenvalue:  of the moments; `observations` is the number of rows or targets behind it
     last_drift:       what `drift` returned when the factor was last compared with new moments
     interval:         periods between two measurements, by drift; None before the first one
     failures:         consecutive refreshes that failed
@@ -66,8 +63,6 @@ class Side:
     factor: Factor | None = None
     units: Tensor | None = None
     refreshed_at: int | None = None
-    mean_eigenvalue: float | None = None
-    observations: float = 0.0
     last_drift: float | None = None
     interval: int | None = None
     failures: int = 0
@@ -76,6 +71,16 @@ class Side:
     def of_inputs(self) -> bool:
         """Whether this is the side of the inputs z; otherwise it is that of the errors δ."""
         return self.name == "forward"
+
+    @property
+    def mean_eigenvalue(self) -> float | None:
+        """That of the moments."""
+        return None if self.moments is None else self.moments.mean_eigenvalue
+
+    @property
+    def observations(self) -> float:
+        """The number of rows, or targets, behind the moments."""
+        return 0.0 if self.moments is None else self.moments.weight
 
     def update(self, new: Moments, keep: float) -> Moments:
         """Adds a measurement to the running average, which keeps `keep` of its weight; returns what to factor.
@@ -89,16 +94,14 @@ class Side:
             elif keep:
                 new = new.copy()  # which the next measurement is added to, in place
             self.moments = new
-            self.mean_eigenvalue = float(new.variances.mean())
-        self.observations = new.weight
         return new
 
-    def leave_to(self, owner: int) -> None:
-        """Leaves the side to another process: of its moments the diagonal remains, of its factor the cost."""
+    def leave_to_owner(self) -> None:
+        """Leaves the side to another process: of its moments the diagonal remains, of its factor the numbers."""
         if self.moments is not None:
             self.moments = self.moments.thinned()
         if self.factor is not None:
-            self.factor = Elsewhere(owner, self.factor.cost)
+            self.factor = restored(self.factor.numbers, self.factor.tensor.to("meta"), self.blocks)
 
     def drift(self, moments: Moments, damping: Damping) -> float:
         """How far the factor is from that of new moments: ‖U(Ž+ε)Uᵀ − I‖ / ‖I‖; infinite without a factor."""
@@ -111,7 +114,7 @@ class Side:
 
     def damping_for_few(self, damping: Damping) -> Damping:
         """The damping with 0.1 tr/N added, because N observations leave the eigenvalues uncertain."""
-        if self.mean_eigenvalue is None or not self.observations or self.blocks.size == 1:
+        if self.mean_eigenvalue is None or self.blocks.size == 1:
             return damping
         features = self.blocks.size * self.blocks.count
         unit = self.mean_eigenvalue if damping.relative_to == "one" else 1.0
@@ -120,13 +123,25 @@ class Side:
     def solve(self, moments: Moments, damping: Damping, like: Tensor) -> Factor:
         """The factor of new moments, like a tensor; raises WhiteningError if there is none."""
         moments = moments.in_units(damping.units(moments))
-        factor: Factor | None = None
+        return (
+            self._solve_by_low_rank(moments, damping, like)
+            or factor_by_cholesky(moments, damping, self.blocks, like)
+            or factor_by_eigenvalues(moments, damping, self.blocks, like)
+        )
+
+    def _solve_by_low_rank(self, moments: Moments, damping: Damping, like: Tensor) -> LowRank | None:
+        """The low-rank factor; None: it is not tried, the side is not one block, or its spectrum is flat."""
+        size = self.blocks.size
         is_chosen = self.solver == "low-rank"
-        if is_chosen or (self.solver == "auto" and self.blocks.size >= LOW_RANK_FROM):
-            factor = factor_by_low_rank(moments, damping, self.blocks, like, self.factor, self.backoff, is_chosen)
-        for solve in (factor_by_cholesky, factor_by_eigenvalues):
-            factor = factor or solve(moments, damping, self.blocks, like)
-        return cast(Factor, factor)
+        is_wide = self.solver == "auto" and size >= LOW_RANK_FROM
+        if self.blocks.lead or not (is_chosen or (is_wide and self.backoff.tries())):
+            return None
+        epsilon = float(damping.amounts(moments.variances)[0])
+        largest_rank = size - 1 if is_chosen else int(LOW_RANK_SHARE * size)
+        start = self.factor.B if isinstance(self.factor, LowRank) else None
+        factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, largest_rank, start)
+        self.backoff.record(factor is not None)
+        return factor
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -135,47 +150,44 @@ class Side:
 
         NaN stands for what is not known, or is on another process. A factor of low rank takes the first columns.
         """
-        numbers = [*(getattr(self, name) for name in _NUMBERS), *astuple(self.backoff), None]
         shape = self.blocks.shape
-        scatter = torch.full(shape, math.nan, dtype=torch.float64, device=float64_device(like))
-        mean = scatter[..., 0].clone()
-        of_data = {"units": mean.clone(), "tails": torch.stack([mean, mean])} if self.of_inputs else {}
-        factor = like.new_full(shape, math.nan)
-        moments = self.moments
-        if moments is not None:
-            numbers[-1] = moments.weight
-            sums = moments.scatter
-            if sums.shape == shape:  # otherwise another process has the rest of it
-                scatter.copy_(sums)
-                mean = mean if moments.mean is None else mean.copy_(moments.mean)
-                if moments.tails is not None:
-                    of_data["tails"].copy_(moments.tails)
-        if self.factor is not None and self.factor.kind:
-            tensor = self.factor.tensor
-            factor[..., : tensor.shape[-1]] = tensor
-        if self.units is not None and self.units.shape == mean.shape:
-            of_data["units"].copy_(self.units)
+        in_double = like.to(float64_device(like), torch.float64)
+        moments = self.moments or Moments(math.nan, None, in_double.new_full(shape, math.nan))
+        tensor = None if self.factor is None else self.factor.tensor
+        of_factor = NO_FACTOR if self.factor is None else self.factor.numbers
+        numbers = [self.refreshed_at, self.interval, *astuple(self.backoff), moments.weight, *of_factor]
         values = [math.nan if number is None else number for number in numbers]
-        numbers_of_all = torch.tensor([*values, *description(self.factor)], dtype=torch.float64, device="cpu")
-        return {"scatter": scatter, "mean": mean, "factor": factor, "numbers": numbers_of_all} | of_data
+        return {
+            "scatter": _or_nan(moments.scatter, shape, in_double),
+            "mean": _or_nan(moments.mean, shape[:-1], in_double),
+            "tails": _or_nan(moments.tails, (2, *shape[:-1]), in_double),
+            "units": _or_nan(self.units, shape[:-1], in_double),
+            "factor": _or_nan(tensor, shape, like),
+            "numbers": torch.tensor(values, dtype=torch.float64, device="cpu"),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
         """Restore what `state_dict` returned."""
-        values = state["numbers"].tolist()
-        *numbers, skip, next_skip, weight = values[:-DESCRIPTION]
-        for (name, kind), number in zip(_NUMBERS.items(), numbers, strict=True):
-            setattr(self, name, None if math.isnan(number) else kind(number))
+        refreshed_at, interval, skip, next_skip, weight, *of_factor = state["numbers"].tolist()
+        device = float64_device(like)
+        scatter = state["scatter"].to(device, copy=True)
+        mean, tails, units = [_unless_nan(state[name].to(device)) for name in ("mean", "tails", "units")]
+        self.moments = None if math.isnan(weight) else Moments(weight, mean, scatter, tails=tails)
+        self.units = units
+        self.factor = restored(of_factor, state["factor"].to(like), self.blocks) if of_factor[0] else None
+        self.refreshed_at = None if math.isnan(refreshed_at) else int(refreshed_at)
+        self.interval = None if math.isnan(interval) else int(interval)
         self.backoff = Backoff(int(skip), int(next_skip))
         self.last_drift = None
         self.failures = 0
-        self.moments = None
-        if not math.isnan(weight):
-            device = float64_device(like)
-            scatter = state["scatter"].to(device, copy=True)
-            tails = _unless_nan(state["tails"].to(device)) if self.of_inputs else None
-            self.moments = Moments(weight, _unless_nan(state["mean"].to(device)), scatter, tails=tails)
-        self.units = _unless_nan(state["units"].to(float64_device(like))) if self.of_inputs else None
-        self.factor = described(values[-DESCRIPTION:], state["factor"].to(like), self.blocks)
+
+
+def _or_nan(values: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """A copy of values as the first columns of a tensor of this shape; NaN for what is not known, or not here."""
+    whole = like.new_full(shape, math.nan)
+    if values is not None and not values.is_meta and values.shape[:-1] == whole.shape[:-1]:
+        whole[..., : values.shape[-1]] = values
+    return whole
 
 
 def _unless_nan(values: Tensor) -> Tensor | None:
@@ -203,13 +215,18 @@ class Layer:
         self.name = linear.name
         self.weight = linear.weight
         self.bias = linear.bias
-        self.parameters = [p for p in (linear.weight, linear.bias) if p is not None]
+        self.parameters = linear.parameters
         self.forward = Side("forward", linear.inputs, solver)
         self.backward = Side("backward", linear.outputs, solver)
         self.sides = (self.forward, self.backward) if backward else (self.forward,)
         self.c: Tensor | None = None
         self.step_norm: float | None = None
         self._warned: set[str] = set()
+
+    @property
+    def cost(self) -> dict[str, int]:
+        """What whitening it takes (`WeightMatrix.cost`)."""
+        return self.linear.cost(backward=self.backward in self.sides)
 
     @property
     def like(self) -> Tensor:
@@ -264,36 +281,33 @@ class Layer:
 
     def gradients(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
         """The gradients of W, as a matrix, and of b, as a vector, in at least float32; None for one without."""
-        g_W = gradients.get(self.weight)
-        g_b = None if self.bias is None else gradients.get(self.bias)
         linear = self.linear
-        if g_b is not None:
-            g_b = g_b.to(at_least_float32(g_b.dtype))
-            g_b = g_b if linear.is_plain else linear.vector(g_b)
-        if g_W is not None:
-            g_W = g_W.to(at_least_float32(g_W.dtype))
-            g_W = g_W if linear.is_plain else linear.matrix(g_W)
-        return g_W, g_b
+        parts: list[Tensor | None] = []
+        for p, part_of in ((self.weight, linear.matrix), (self.bias, linear.vector)):
+            g = None if p is None else gradients.get(p)
+            if g is not None:
+                g = g if linear.is_plain else part_of(g)
+                g = g.to(at_least_float32(g.dtype))
+            parts.append(g)
+        return parts[0], parts[1]
 
     def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor]) -> None:
         """Writes a step, seen from the centre c, in ordinary coordinates: d_W, and d_b − d_W c.
 
         into: steps by parameter, of which this layer may have a part only
         """
-        is_plain = self.linear.is_plain
-        if d_W is not None and is_plain:
-            into[self.weight] = d_W
-        elif d_W is not None:
-            self.linear.matrix(into.setdefault(self.weight, d_W.new_zeros(self.weight.shape))).copy_(d_W)
-        if d_b is None or self.bias is None:
-            return
-        if d_W is not None and self.c is not None:
+        linear = self.linear
+        if not (d_b is None or d_W is None or self.c is None):
             c = self.c.to(d_W.dtype)
-            d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_plain else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
-        if is_plain:
-            into[self.bias] = d_b
-        else:
-            self.linear.vector(into.setdefault(self.bias, d_b.new_zeros(self.bias.shape))).copy_(d_b)
+            is_one = d_W.ndim == 2
+            d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_one else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
+        for p, part_of, step in ((self.weight, linear.matrix, d_W), (self.bias, linear.vector, d_b)):
+            if p is None or step is None:
+                continue
+            if linear.is_plain:
+                into[p] = step
+            else:
+                part_of(into.setdefault(p, step.new_zeros(p.shape))).copy_(step)
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -34,19 +34,12 @@ class Layers(dict[str, Layer]):
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         super().__init__((layer.name, layer) for layer in layers)
         self.sharding: Ranks | None = None  # None: every process has all factors
-        self._stacks: tuple[object, list[Stack]] | None = None
+        self._stacks: list[Stack] = []
+        self._stacked: list[object] = []  # what the stacks were made of
 
     @property
     def parameters(self) -> set[Tensor]:
         return {p for layer in self.values() for p in layer.parameters}
-
-    def changed(self) -> None:
-        """To be called when a factor has changed or a layer was removed."""
-        self._stacks = None
-
-    def is_own(self, layer: Layer) -> bool:
-        """Whether this process has the factors of a layer."""
-        return self.sharding is None or self.sharding.is_own(layer.name)
 
     def natural_gradients(self, gradients: Values, rates: Rates | None = None) -> dict[Tensor, Tensor]:
         """The preconditioned gradients by parameter, in ordinary coordinates.
@@ -69,18 +62,20 @@ class Layers(dict[str, Layer]):
             covered = self.parameters
             values = {p: value for p, value in values.items() if p in covered}
         whole_values = values if sharding is None else sharding.collected(values)
-        layers = self.values() if sharding is None else filter(self.is_own, self.values())
-        pairs = {layer: layer.gradients(whole_values) for layer in layers}
+        pairs = {}
+        for layer in self.values():
+            g_W, g_b = layer.gradients(whole_values)
+            if g_W is not None or g_b is not None:
+                pairs[layer] = g_W, g_b
         for layer, (d_W, d_b) in compute(pairs).items():
             layer.write(d_W, d_b, into)
         return into if sharding is None else sharding.distributed(into, values)
 
     def in_units(self, direction: Values) -> Values:
         """A direction in the units that the features of the data are in."""
-        if {layer.forward.units is None for layer in self.values()} == {True}:
-            return direction
-        weights = {layer.weight: direction[layer.weight] for layer in self.values() if layer.weight in direction}
-        return {**direction, **self.by_parameter(weights, _times_units)}
+        weights = {layer.weight for layer in self.values() if layer.forward.units is not None}
+        changed = {p: step for p, step in direction.items() if p in weights}
+        return {**direction, **self.by_parameter(changed, _times_units)}
 
     def _preconditioned(self, pairs: Pairs, rates: Rates | None = None) -> dict[Layer, WeightAndBias]:
         """The natural gradients of layers."""
@@ -89,25 +84,24 @@ class Layers(dict[str, Layer]):
             preconditioned |= stack.precondition(pairs)
         if rates is None:
             return preconditioned
-        scaled: dict[Layer, WeightAndBias] = {}
         for layer, (d_W, d_b) in preconditioned.items():
             multiply = torch.mul if d_W is pairs[layer][0] else Tensor.mul_  # a gradient stays what it is
             step_of_W = None if d_W is None else multiply(d_W, rates[layer.weight])
-            scaled[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
-        return scaled
+            preconditioned[layer] = step_of_W, None if d_b is None else d_b * rates[cast(Tensor, layer.bias)]
+        return preconditioned
 
     def stacks(self, pairs: Pairs) -> list[Stack]:
         """These layers by shape and by which of their values are present, kept until factors or values change."""
-        present = tuple([(layer, g_W is None, g_b is None) for layer, (g_W, g_b) in pairs.items()])
-        if self._stacks is None or self._stacks[0] != present:
+        if self._stacked != _parts(pairs):
             groups: dict[object, list[Layer]] = {}
-            for layer, *missing in present:
-                groups.setdefault((_shape_of_small(layer), *missing), []).append(layer)
-            self._stacks = present, list(map(Stack, groups.values()))
-        return self._stacks[1]
+            for layer, (g_W, g_b) in pairs.items():
+                groups.setdefault((_shape_of_small(layer), g_W is None, g_b is None), []).append(layer)
+            self._stacks = list(map(Stack, groups.values()))
+            self._stacked = _parts(pairs)
+        return self._stacks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_stacks": None, "sharding": None}
+        return {"_stacks": [], "_stacked": [], "sharding": None}
 
 
 class Stack:
@@ -137,11 +131,19 @@ class Stack:
         return dict(zip(layers, zip(d_W, d_b, strict=True), strict=True))
 
 
+def _parts(pairs: Pairs) -> list[object]:
+    """What stacks are made of: layers, their factors, and which of their values are present."""
+    parts: list[object] = []
+    for layer, (g_W, g_b) in pairs.items():
+        parts += layer, layer.forward.factor, layer.backward.factor, g_W is None, g_b is None
+    return parts
+
+
 def _times_units(pairs: Pairs) -> dict[Layer, WeightAndBias]:
     products: dict[Layer, WeightAndBias] = {}
     for layer, (d_W, _) in pairs.items():
-        if d_W is not None:
-            products[layer] = d_W if layer.forward.units is None else d_W * cast(Tensor, layer.u), None
+        u = layer.u
+        products[layer] = d_W if u is None or d_W is None else d_W * u, None
     return products
 
 

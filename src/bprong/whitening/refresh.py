@@ -26,13 +26,10 @@ from bprong.whitening.schedule import Schedule, period_for
 
 SEEN_IN_PART = "its weight is used in a way that cannot be recorded"
 
-Updated = dict[Side, tuple[Layer, Moments]]
 Damper = Callable[[Layer, Side], Damping]
-# Puts new moments of a side into force; the factor is given if several processes share them.
-Take = Callable[[Layer, Side, Moments, Damping, Factor | None], None]
 
 
-def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) -> Updated:
+def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) -> dict[Side, tuple[Layer, Moments]]:
     """Adds what was measured to the running averages; gives the sides measured with the moments to factor."""
     return {
         side: (layers[name], moments)
@@ -42,17 +39,16 @@ def update(layers: Layers, measured: Mapping[str, LayerMoments], keep: float) ->
 
 
 def refresh(
-    layers: Layers,
-    updated: Updated,
+    updated: Mapping[Side, tuple[Layer, Moments]],
     schedule: Schedule,
     damping: Damper,
-    take: Take = Layer.take,
+    take: Callable[[Layer, Side, Moments, Damping, Factor | None], None] = Layer.take,
     new: Collection[str] = (),
     ranks: Ranks = ALONE,
 ) -> None:
     """Refreshes the sides that are due: all of them, or by drift those whose moments have moved.
 
-    take:  puts new moments of a side into force
+    take:  puts new moments of a side into force, and their factor, if several processes share factors
     new:   the names of layers that are due whatever the schedule says
     ranks: the processes that share the work, if layers have owners
 
@@ -66,7 +62,7 @@ def refresh(
     if schedule.periods.refresh == "drift":
         pending = _drifted(pending, schedule, ranks)
     factors = shared_factors(pending, ranks) if ranks.owners else {}
-    failed: set[Layer] = set()
+    failed = set()
     for side, (layer, moments, epsilon) in pending.items():
         factor = factors.get(side)
         try:
@@ -76,10 +72,9 @@ def refresh(
         except WhiteningError as reason:
             layer.failed(side, reason, quiet=layer in failed)  # both sides of a layer often fail for one reason
             failed.add(layer)
-            continue
-        side.refreshed_at = schedule.t
-        side.failures = 0
-    layers.changed()
+        else:
+            side.refreshed_at = schedule.t
+            side.failures = 0
 
 
 def _drifted(
@@ -88,7 +83,7 @@ def _drifted(
     """The sides whose factors are out of date; each is compared with its new moments by its owner."""
     drifts = []
     for side, (layer, moments, epsilon) in pending.items():
-        drifts.append(side.drift(moments, epsilon) if ranks.is_own(layer.name) else 0.0)
+        drifts.append(side.drift(moments, epsilon) if ranks.is_own(layer.weight) else 0.0)
     out_of_date = {}
     for side, drift in zip(pending, ranks.sums(drifts), strict=True):
         if schedule.has_drifted(side, drift):
@@ -101,7 +96,6 @@ class Whitening:
 
     given:     the parameters of the optimizer; those that require gradients are trained
     due:       whether the schedule asks for a measurement at this step
-    covered:   the parameters of all layers
     demoted:   layers that follow the fallback rule, since not every use of their weight can be recorded, by name
     unused:    the names of layers without factors after the first refresh: no batch reached them, or they are not
                trained. The first step that trains one measures it, so that it does not follow its plain gradient
@@ -114,7 +108,6 @@ class Whitening:
         self.given: set[Tensor] = set()
         self.layers = layers
         self.schedule = schedule
-        self.covered = layers.parameters
         self.demoted: dict[str, Layer] = {}
         self.unused: set[str] = set()
         self.seconds = {"statistics": 0.0, "factorisation": 0.0, "step": 0.0}
@@ -133,12 +126,6 @@ class Whitening:
                 covered[name] = layer
         self.layers.clear()
         self.layers.update(covered)  # in the order of the model
-        self._follow_layers()
-
-    def _follow_layers(self) -> None:
-        """Follows a change of the layers, or of their factors."""
-        self.layers.changed()
-        self.covered = self.layers.parameters
         self.share()
         self.attend()
 
@@ -168,15 +155,12 @@ class Whitening:
         weights = {}
         verify = False
         for name, layer in self.layers.items():  # in the same order on all ranks
-            trained = self.given.intersection(p for p in layer.parameters if p.requires_grad)
+            trained = {p for p in layer.parameters if p.requires_grad and p in self.given}
             if trained and (name in inputs or name in errors):
                 weights[layer.linear] = layer.bias in trained
                 verify = verify or layer.forward.moments is None
         likelihood = self._likelihood if schedule.two_sided else None
-        return Request(
-            weights, inputs, errors, likelihood, schedule.fisher, schedule.seed,
-            verify=verify
-        )  # fmt: skip
+        return Request(weights, inputs, errors, likelihood, schedule.fisher, schedule.seed, verify=verify)
 
     def measured(self, request: Request, measure: Callable[[], dict[str, LayerMoments]]) -> dict[str, LayerMoments]:
         """What all processes have measured; measure: gives that of this process."""
@@ -196,7 +180,7 @@ class Whitening:
                 return
             updated = update(self.layers, measured, schedule.average)
         with timed(self.seconds, "factorisation"):
-            refresh(self.layers, updated, schedule, damping, new=new & self.unused, ranks=self.ranks)
+            refresh(updated, schedule, damping, new=new & self.unused, ranks=self.ranks)
         if schedule.overhead is not None and schedule.every is None:
             measured_layers = [layer for side, (layer, _) in updated.items() if side.of_inputs]
             schedule.every = period_for(measured_layers, schedule.overhead)
@@ -209,7 +193,6 @@ class Whitening:
     def _checked(self, measured: Mapping[str, LayerMoments], new: set[str]) -> dict[str, LayerMoments]:
         """What was measured; of layers measured for the first time, only those that can be whitened."""
         unexplained = []
-        mistaken = []
         for name in filter(new.__contains__, measured):  # in the order of the model
             first = measured[name]
             linear = self.layers[name].linear
@@ -221,14 +204,12 @@ class Whitening:
                 )
             is_missed = not first.called and has_gradient(linear)
             if is_missed and linear.registered:
-                mistaken.append(name)
+                raise ValueError(
+                    f"{name}: registered, but its weight is not used as that of the layer that it was said to be like. "
+                    f"See transposed= and stacked= of bprong.register"
+                )
             if is_missed or first.unexplained:
                 unexplained.append(name)
-        if mistaken:
-            raise ValueError(
-                f"{', '.join(mistaken)}: registered, but their weights are not used as those of the layers that they "
-                f"were said to be like. See transposed= and stacked= of bprong.register"
-            )
         for layer in self.demote(unexplained):
             warn(
                 f"layer {layer.name!r} follows the fallback rule: {SEEN_IN_PART}. If your loop calls the model several "
@@ -248,8 +229,6 @@ class Whitening:
                 self.demoted[layer.name] = self.layers.pop(layer.name)
                 parameters.update(layer.parameters)
             demoted += sharing
-        self.layers.changed()
-        self.covered -= parameters
         return demoted
 
     @property
@@ -269,4 +248,5 @@ class Whitening:
                 for side in layer.sides:
                     side.interval = None  # of a run that refreshed by drift
         self.ranks.owners.clear()
-        self._follow_layers()
+        self.share()
+        self.attend()

@@ -8,7 +8,7 @@ optimizer can also choose the period from a share of run time, and measure a sid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -87,7 +87,8 @@ class Schedule:
         self.periods = periods
         self.fisher = one_of("fisher", fisher, get_args(Fisher))
         self.average = number("average", average, 0, 1)
-        self.base_seed = torch.initial_seed() if seed is None else integer("seed", seed, 0)
+        seed = torch.initial_seed() if seed is None else integer("seed", seed, 0)
+        self.base_seed = seed % 2**53  # which processes can exchange as a float64
         self.overhead = overhead
         self.t = 0
         self.every: int | None = None
@@ -102,23 +103,24 @@ class Schedule:
 
     def plan(self) -> None:
         """Look ahead from step t; to be called once that step was made, and when layers or intervals changed."""
-        early: list[int] = []
-        if self.overhead is not None:
-            parts = [] if self.every is None else [self.every // part for part in self._early_parts]
-            early = [self._start + step for step in (0, *parts, *self._early_steps)]
-            early = [step for step in early if step >= self.t]
         sides = [(layer.name, side) for layer in self._layers.values() for side in layer.sides]
-        steps = {}
+        early = [step for step in self._early() if step >= self.t]
+        steps = [*early]
         for name in self._periods:
             intervals = [side.interval for _, side in sides if side.name == name and side.interval is not None]
-            steps[name] = min([self._due_at(name, min(intervals, default=1)), *early])
-        self.next = min(steps.values()) if sides else -1
-        self._is_early = self.next in early
-        self._refreshed = [name for name, step in steps.items() if step == self.next]
+            steps.append(self._due_at(name, min(intervals, default=1)))
+        self.next = min(steps) if sides else -1
         self.measured: dict[SideName, set[str]] = {name: set() for name in SIDES}
         for layer, side in sides:
-            if self._is_early or self._due_at(side.name, side.interval or 1) == self.next:
+            if self.next in early or self._due_at(side.name, side.interval or 1) == self.next:
                 self.measured[side.name].add(layer)
+
+    def _early(self) -> list[int]:
+        """Steps at which everything is measured whatever the periods are."""
+        if self.overhead is None:
+            return []
+        parts = [] if self.every is None else [self.every // part for part in self._early_parts]
+        return [self._start + step for step in (0, *parts, *self._early_steps)]
 
     @property
     def is_due(self) -> bool:
@@ -128,7 +130,7 @@ class Schedule:
     @property
     def refreshed(self) -> list[SideName]:
         """The sides to refresh at this step; by drift, those that are measured in some layer."""
-        return self._refreshed if self.is_due else []
+        return [name for name in SIDES if self.measured[name]] if self.is_due else []
 
     def has_drifted(self, side: Side, drift: float) -> bool:
         """Whether the factor of a side that has drifted this far is out of date.
@@ -137,7 +139,7 @@ class Schedule:
         """
         side.last_drift = drift if side.factor is not None else None
         drifted = not drift <= DRIFT  # NaN counts as drift, for the refresh to report
-        if not (self._is_early and self.is_due):
+        if self.t not in self._early():
             interval = side.interval or 1
             side.interval = max(1, interval // 2) if drifted else min(LONGEST_INTERVAL, 2 * interval)
         return drifted
@@ -162,13 +164,13 @@ class Schedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.t = state["t"]
-        self._start = state.get("start", 0)
+        self._start = state["start"]
         self.base_seed = state["seed"]
         self.every = state["every"] if self.overhead is not None else None  # else the user has given a period
         self.plan()
 
 
-def period_for(layers: Iterable[Layer], overhead: float) -> int:
+def period_for(layers: Collection[Layer], overhead: float) -> int:
     """Steps between refreshes of all layers such that these take the share `overhead` of run time.
 
     Operations are counted, not timed, so that a run is the same on every machine and after every checkpoint. Each layer
@@ -176,24 +178,25 @@ def period_for(layers: Iterable[Layer], overhead: float) -> int:
 
     >>> from bprong.capture.weights import weight_matrices_of
     >>> from bprong.linalg.factors import Dense
+    >>> from bprong.linalg.moments import Moments
     >>> layer = Layer(weight_matrices_of("", torch.nn.Linear(784, 100))[0])
-    >>> layer.forward.observations = 100.0
     >>> for side in layer.sides:
-    ...     side.factor = Dense(torch.eye(side.blocks.size), side.blocks)
+    ...     second = torch.eye(side.blocks.size)
+    ...     side.moments = Moments(100.0, None, second)
+    ...     side.factor = Dense(second, side.blocks)
     >>> [period_for([layer], share) for share in (0.05, 0.1, 0.2)]
     [246, 117, 52]
     """
-    layers = list(layers)
     refreshing = 0.0
     for layer in layers:
         rows = layer.forward.observations
-        cost = layer.linear.cost(backward=layer.backward in layer.sides)
+        cost = layer.cost
         refreshing += MEASURING_CALLS + 4 * rows * layer.linear.numel + DOUBLE_PRECISION * rows * cost["per_row"]
         refreshing += len(layer.sides) * FACTORING_CALLS + FACTORISATION * cost["refresh"]
     return max(SHORTEST_PERIOD, _period(refreshing, layers, overhead))
 
 
-def evaluation_period(layers: Iterable[Layer], directions: int, part: float, share: float) -> int:
+def evaluation_period(layers: Collection[Layer], directions: int, part: float, share: float) -> int:
     """Steps between evaluations of a quadratic model such that these take a share of run time.
 
     directions: each takes a forward pass with dual numbers; the loss afterwards takes a plain one
@@ -201,13 +204,12 @@ def evaluation_period(layers: Iterable[Layer], directions: int, part: float, sha
 
     As in `period_for`, operations are counted, and each layer has been refreshed once.
     """
-    layers = list(layers)
     passes = DUAL_PASSES * directions + 1
     evaluating = sum(passes * (PASS_CALLS + 2 * part * x.forward.observations * x.linear.numel) for x in layers)
     return _period(evaluating, layers, share)
 
 
-def _period(operations: float, layers: Sequence[Layer], share: float) -> int:
+def _period(operations: float, layers: Collection[Layer], share: float) -> int:
     """Steps in which something that takes these operations is to be done once, for it to take a share of run time."""
     training = 0.0
     for layer in layers:

@@ -14,15 +14,14 @@ from torch import nn
 from automatic import auto
 from bprong import WhiteningWarning
 from bprong.capture.own_pass import Subset
-from bprong.capture.recorder import Recorder
-from bprong.capture.tape import Batch, Head
+from bprong.capture.tape import Batch
 from bprong.likelihood.declared import declared_loss
 from bprong.likelihood.loss import Targets
 from bprong.optim.auto import evaluation
 from bprong.optim.auto.evaluation import LossModel, evaluated_subsets
 from bprong.optim.auto.rule import SETTINGS
 from helpers import assert_unchanged, mlp, quick_cases, snapshot
-from training import EXACT, assert_same_path, batches
+from training import EXACT, assert_same_path, batches, recorder_of
 
 
 def run(model, optimizer, data, loss=F.cross_entropy):
@@ -358,7 +357,7 @@ def test_the_loss_and_its_slopes_on_a_part_of_a_batch_are_those_of_its_examples(
     model = mlp(5, 6, 4)
     x = torch.randn(100, 5, dtype=torch.float64)
     declared = declared_loss(loss)
-    kept = Recorder(model, declared, Head(None, declared.functions))
+    kept = recorder_of(model, declared)
     f = model(x)
     loss(f, y).backward()
     (batch,) = kept.seen()

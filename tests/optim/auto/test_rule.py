@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from automatic import auto, bound
+from bprong.linalg.moments import Moments
 from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoSettings, Evaluation, Progress
 from helpers import mlp
 
@@ -471,8 +472,8 @@ def layer_with(forward, backward, observations):
     """A layer of five inputs and three outputs whose sides have these mean eigenvalues."""
     layer = auto(mlp(5, 3))._whitening.layers["0"]
     for side, value in ((layer.forward, forward), (layer.backward, backward)):
-        side.mean_eigenvalue = value
-        side.observations = observations
+        scatter = observations * value * torch.eye(side.blocks.size, dtype=torch.float64)
+        side.moments = Moments(observations, None, scatter)
     return layer
 
 
@@ -503,7 +504,7 @@ def test_few_observations_add_damping(settings):
 def test_damping_that_the_user_set_is_not_chosen(settings):
     layer = layer_with(4.0, 2.0, 10.0)
     assert rule_of(settings, damping_given=True).damping(layer, layer.forward) is None
-    layer.forward.mean_eigenvalue = None  # nor before a side was measured
+    layer.forward.moments = None  # nor before a side was measured
     assert rule_of(settings).damping(layer, layer.forward) is None
 
 

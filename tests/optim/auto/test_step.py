@@ -79,7 +79,7 @@ def whitened(model, gradients, x, kind, lam):
         if layer is layers[0]:  # it reads the data
             u = torch.tensor(feature_units(z.numpy(), examples=units.EXAMPLES, kurtosis=units.KURTOSIS))
         Z = (z - c).T @ (z - c) / n
-        D = torch.einsum("knro,knrp->op", found.delta, found.delta) / found.targets
+        D = torch.einsum("knro,knrp->op", found.delta, found.delta) / found.errors.weight
         mean_z = float(Z.trace()) / len(Z)
         mean_d = float(D.trace()) / len(D)
         e_1 = math.sqrt(lam * mean_z / mean_d) + SETTINGS.sampling * mean_z * len(Z) / n

@@ -119,13 +119,10 @@ class Rival:
             refreshed = []
             for side, example in zip(layer.sides, leader.sides, strict=True):
                 side.moments = example.moments
-                side.mean_eigenvalue = example.mean_eigenvalue
-                side.observations = example.observations
                 if side.moments is not None and (side.factor is None or example.refreshed_at == t):
                     refreshed.append(side)
             for side in refreshed:  # once the sizes of both sides are known
                 layer.take(side, cast(Moments, side.moments), self.rule.damping(layer, side))
-        self.layers.changed()
 
     def run(self, gradients: Gradients, seed: int) -> Gradients:
         """The gradients of the rival on the leader's batches, with its own outputs and losses."""
@@ -184,7 +181,6 @@ class Rival:
             for side, example in zip(leader.sides, self.layers[name].sides, strict=True):
                 side.factor = example.factor
                 side.backoff = example.backoff
-        leaders.changed()
 
     def verdict(self) -> tuple[float, float]:
         """The mean difference of the losses in the last part of the race, and its standard error."""
