@@ -3,9 +3,8 @@
 The quadratic model of the loss cannot tell, because it knows nothing of the steps to come. So two rules train side by
 side from the same weights on the same batches: natural steps lead and train the user's model; their rival, spectral
 steps, trains a second copy of the weights in passes of our own. On every batch both losses are compared before either
-rule is trained on it, as long as its examples are new to the race: on those that come again, the rule that remembers
-best would win. A rival that wins hands its weights over, so that no step is lost and none is taken back; there is no
-way back, because a rule that begins anew always looks better for a while.
+rule is trained on it, until examples come again. A rival that wins hands its weights over, so that no step is lost and
+none is taken back; there is no way back, because a rule that begins anew always looks better for a while.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ class RaceSettings:
     fewest     and its least number of batches
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
-    repeated   the part of a batch that was in the race before, from which on it ends: with the standard errors of
-               `early`, since it is shorter than it should be
+    repeated   the part of a batch that was in the race before at which a race ends, since whoever remembers best would
+               win on: without a winner, if it was too short for a look,
+    sure       unless the next batches confirm this part of what a batch promises: there is no noise to be remembered
     alike      the sine of the angle up to which two gradients are alike
     full       the multiplier of learning rates from which on a race may begin: not in a warm-up or at the end of a run
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
@@ -66,7 +66,7 @@ class RaceSettings:
     fewest: int = 5
     certainty: float = 1.0
     repeated: float = 0.1
-    early: float = 6.0
+    sure: float = 0.9
     alike: float = 0.1
     full: float = 0.9
     largest: int = 200_000_000
@@ -281,24 +281,22 @@ class Race:
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
             self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
-        is_over = repeated >= SETTINGS.repeated
+        is_over = repeated >= SETTINGS.repeated and cast(Automatic, leader).rule.trust < SETTINGS.sure
+        steps = len(rival.differences)
+        if is_over and steps < min(SETTINGS.looks):
+            self._end(f"no race: examples come again after {steps} steps; natural steps go on", is_last=True)
+            return None
         if not is_over:
             rival.differences.append(difference)
+            steps += 1
         mean, error = rival.verdict()
-        steps = len(rival.differences)
-        errors = SETTINGS.looks.get(steps, math.inf)
-        is_plain = abs(mean) >= max(SETTINGS.plain, errors * error)
-        if math.isfinite(mean) and not (is_over or is_plain or steps == SETTINGS.length):
+        is_over = is_over or steps == SETTINGS.length or not math.isfinite(mean)
+        if not is_over and abs(mean) < max(SETTINGS.plain, SETTINGS.looks.get(steps, math.inf) * error):
             return None
-        if is_over:
-            self._is_won = steps >= SETTINGS.fewest and mean <= -max(SETTINGS.plain, SETTINGS.early * error)
-        else:
-            self._is_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
+        self._is_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
         than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
         going_on = "spectral" if self._is_won else "natural"
-        until = ", when batches come again," if is_over else ""
-        message = f"after {steps} steps{until} the loss with spectral steps is {than}: {going_on} steps go on"
-        self._end(message, is_last=self._is_won or steps < SETTINGS.fewest)
+        self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
         if not self._is_won:
             return None
         rival.hand_over(gradients.states, layers)
