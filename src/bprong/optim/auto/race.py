@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from bprong.capture.own_pass import Subset, examples, rows_of, run_alone
 from bprong.capture.tape import Batch, laid_out
 from bprong.errors import WhiteningError
-from bprong.likelihood.families import mixed
+from bprong.likelihood.families import Gaussian, mixed
 from bprong.likelihood.loss import Targets
 from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic, NaturalDirections, totals
@@ -46,13 +46,10 @@ class RaceSettings:
     length     the steps of each race, at most
     looks      numbers of steps after which a race may end early, with the standard errors that this takes,
     plain      and the relative difference of the losses that it takes too
-    part       the last part of a race that is compared,
-    fewest     and its least number of batches
+    repeated   the part of a batch that was in the race before at which it ends, without a winner if it was too short
+               for a look: whoever remembers best would win on, and a classifier that remembers is too sure of the rest
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
-    repeated   the part of a batch that was in the race before at which a race ends, since whoever remembers best would
-               win on: without a winner, if it was too short for a look,
-    sure       unless the next batches confirm this part of what a batch promises: there is no noise to be remembered
     alike      the sine of the angle up to which two gradients are alike
     full       the multiplier of learning rates from which on a race may begin: not in a warm-up or at the end of a run
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
@@ -62,11 +59,10 @@ class RaceSettings:
     length: int = 40
     looks: Mapping[int, float] = field(default_factory=lambda: {15: 6.0, 20: 3.0, 30: 3.0})
     plain: float = 0.2
+    repeated: float = 0.1
     part: float = 1 / 3
     fewest: int = 5
     certainty: float = 1.0
-    repeated: float = 0.1
-    sure: float = 0.9
     alike: float = 0.1
     full: float = 0.9
     largest: int = 200_000_000
@@ -281,19 +277,19 @@ class Race:
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
             self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
-        is_over = repeated >= SETTINGS.repeated and cast(Automatic, leader).rule.trust < SETTINGS.sure
+        is_over = repeated >= SETTINGS.repeated and not isinstance(self._setup.loss.likelihood, Gaussian)
+        if not is_over:
+            rival.differences.append(difference)
         steps = len(rival.differences)
         if is_over and steps < min(SETTINGS.looks):
             self._end(f"no race: examples come again after {steps} steps; natural steps go on", is_last=True)
             return None
-        if not is_over:
-            rival.differences.append(difference)
-            steps += 1
         mean, error = rival.verdict()
         is_over = is_over or steps == SETTINGS.length or not math.isfinite(mean)
         if not is_over and abs(mean) < max(SETTINGS.plain, SETTINGS.looks.get(steps, math.inf) * error):
             return None
-        self._is_won = mean < -error * (SETTINGS.certainty if self._count else 0.0)
+        certainty = SETTINGS.certainty if self._count else 0.0
+        self._is_won = mean < -error * certainty
         than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
         going_on = "spectral" if self._is_won else "natural"
         self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
