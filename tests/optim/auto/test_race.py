@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
-from automatic import DATA
-from bprong.optim.auto.race import SETTINGS, Race, Rival
+from bprong.optim.auto.race import SETTINGS, Race, Rival, _numbers
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 from training import batches, train
 
 EXACT = {"solver": "exact", "seed": 3}
+DATA = classification(8000, 5, 3)  # no example comes again
 
 
 def optimizer_of(model: nn.Module, step: str = "auto", **settings: object) -> bprong.BPRONG:
@@ -149,9 +149,10 @@ def test_a_plain_difference_ends_a_race_early_and_a_faint_one_lasts(monkeypatch)
         model = classes()
         optimizer = optimizer_of(model)
         count = 0
-        while race_of(optimizer).next == SETTINGS.starts[0]:
-            train(model, optimizer, batches(*DATA, 20, 1))
-            count += 1
+        for batch in batches(*DATA, 20, SETTINGS.starts[1]):
+            if race_of(optimizer).next == SETTINGS.starts[0]:
+                train(model, optimizer, [batch])
+                count += 1
         assert count == expected
 
 
@@ -164,6 +165,41 @@ def test_a_later_race_changes_the_rule_only_if_the_difference_is_certain(monkeyp
         decide(monkeypatch, difference)
         train(model, optimizer, batches(*DATA, 20, SETTINGS.length))
         assert optimizer._rule.kind == kind, difference
+
+
+@pytest.mark.parametrize(("epoch", "steps"), [(SETTINGS.length + 10, SETTINGS.length), (18, 18), (8, 8)])
+def test_a_race_of_classifiers_ends_when_examples_come_again(epoch, steps, monkeypatch):
+    """Without a winner, if it was too short for a look."""
+    decide(monkeypatch, -0.1)
+    model = classes()
+    optimizer = optimizer_of(model)
+    rows = [part[: 20 * epoch] for part in DATA]
+    train(model, optimizer, batches(*rows, 20, SETTINGS.length + 1))
+    (said,) = race_of(optimizer).history
+    assert f"after {steps} steps" in said
+    is_too_short = epoch < min(SETTINGS.looks)
+    assert ("examples come again" in said) == is_too_short
+    assert ("spectral" in optimizer._rule.kind) != is_too_short
+
+
+def test_a_race_of_regressions_goes_on_when_examples_come_again():
+    model = classes()
+    optimizer = bprong.BPRONG(model, nn.MSELoss(), options=EXACT)
+    targets = F.one_hot(DATA[1]).double()
+    train(model, optimizer, batches(DATA[0][:40], targets[:40], 20, 12), loss=F.mse_loss)
+    assert len(rival_of(optimizer).differences) == 12
+
+
+@pytest.mark.parametrize("how", ["shuffled", "cast", "arguments"])
+def test_examples_are_told_from_others_wherever_they_are_in_a_batch(how):
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, 4)
+    order = torch.randperm(50)
+    others = torch.randn(50, 3, 4)
+    wrap = {"shuffled": lambda x: x, "cast": lambda x: x.half(), "arguments": lambda x: (x, {"mask": x > 0})}[how]
+    seen = set(_numbers(wrap(x)))
+    assert set(_numbers(wrap(x[order][:20]))) <= seen
+    assert not seen & set(_numbers(wrap(others)))
 
 
 def test_there_are_no_more_races_than_starts(monkeypatch):
@@ -296,7 +332,7 @@ def test_a_race_continues_bit_for_bit(clone, steps, monkeypatch):
     decide(monkeypatch, -0.5)
     model = classes()
     optimizer = optimizer_of(model)
-    data = list(batches(*classification(60, 5, 3), 20, steps + 25))
+    data = list(batches(*DATA, 20, steps + 25))
     train(model, optimizer, data[:steps])
     other, other_optimizer = clone(model, optimizer)
     assert (race_of(optimizer).rival is None) == (steps in (0, 25))
