@@ -46,9 +46,9 @@ class RaceSettings:
     length     the steps of each race, at most
     looks      numbers of steps after which a race may end early, with the standard errors that this takes,
     plain      and the relative difference of the losses that it takes too
-    repeated   the part of a batch that was in the race before from which on examples come again, which ends the races of
-               classifiers: without a winner, if they were too short for a look
-    enough     but not the first, if there are so many examples
+    repeated   the part of a batch that was in the race before from which on examples come again. This ends the race of
+               a classifier, without a winner if it was too short for a look,
+    enough     unless there are so many examples
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
     alike      the sine of the angle up to which two gradients are alike
@@ -60,7 +60,7 @@ class RaceSettings:
     length: int = 40
     looks: Mapping[int, float] = field(default_factory=lambda: {15: 6.0, 20: 3.0, 30: 3.0})
     plain: float = 0.2
-    repeated: float = 0.1
+    repeated: float = 0.5
     enough: int = 1000
     part: float = 1 / 3
     fewest: int = 5
@@ -279,7 +279,7 @@ class Race:
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
             self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
-        is_over = repeated >= SETTINGS.repeated and self._remembers(rival)
+        is_over = repeated >= SETTINGS.repeated and self._is_small(rival)
         if not is_over:
             rival.differences.append(difference)
         steps = len(rival.differences)
@@ -300,14 +300,12 @@ class Race:
         rival.hand_over(gradients.states, layers)
         return rival.rule
 
-    def _remembers(self, rival: Rival) -> bool:
+    def _is_small(self, rival: Rival) -> bool:
         """Whether a race on examples that come again would be won by whoever remembers them best.
 
-        That harms classifiers, which are too sure of other examples then. At the start of a run nobody remembers much,
-        if there are enough examples.
+        A classifier that remembers a few examples is too sure of others.
         """
-        is_start = rival.began == 0 and len(rival.examples) >= SETTINGS.enough
-        return not is_start and not isinstance(self._setup.loss.likelihood, Gaussian)
+        return len(rival.examples) < SETTINGS.enough and not isinstance(self._setup.loss.likelihood, Gaussian)
 
     def _difference(self, gradients: Gradients, rival: Rival) -> tuple[float, float]:
         """The rival's loss minus the leader's on this step's batches of all processes, relative to the larger one.
