@@ -156,11 +156,14 @@ class Rival:
         return replace(batch, output=output.detach(), targets=replace(targets, total=float(loss))), values
 
     def repeats(self, batches: Sequence[Batch]) -> list[float]:
-        """Return how many examples of some batches were in the race before, and how many there are; note them."""
+        """Note the examples of some batches.
+
+        Return how many of them were in the race before, how many there are, and how many there were in the race.
+        """
         numbers = [number for batch in batches for number in _numbers(batch.x)]
         repeated = sum(number in self.examples for number in numbers)
         self.examples.update(numbers)
-        return [repeated, len(numbers)]
+        return [repeated, len(numbers), len(self.examples)]
 
     def step_(self, gradients: Gradients) -> None:
         """Make a step with the rival's own gradients."""
@@ -275,11 +278,10 @@ class Race:
         rival = self.rival
         try:
             rival.follow(layers, gradients.t)
-            difference, repeated = self._difference(gradients, rival)
+            difference, is_over = self._difference(gradients, rival)
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
             self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
-        is_over = repeated >= SETTINGS.repeated and self._is_small(rival)
         if not is_over:
             rival.differences.append(difference)
         steps = len(rival.differences)
@@ -300,33 +302,30 @@ class Race:
         rival.hand_over(gradients.states, layers)
         return rival.rule
 
-    def _is_small(self, rival: Rival) -> bool:
-        """Whether a race on examples that come again would be won by whoever remembers them best.
-
-        A classifier that remembers a few examples is too sure of others.
-        """
-        return len(rival.examples) < SETTINGS.enough and not isinstance(self._setup.loss.likelihood, Gaussian)
-
-    def _difference(self, gradients: Gradients, rival: Rival) -> tuple[float, float]:
+    def _difference(self, gradients: Gradients, rival: Rival) -> tuple[float, bool]:
         """The rival's loss minus the leader's on this step's batches of all processes, relative to the larger one.
 
-        And the part of their examples that was in the race before.
+        And whether the race is over, because their examples come again: whoever remembers them best would win on, and a
+        classifier that remembers a few examples is too sure of others.
         """
         ranks = self._setup.ranks
         if any(p._backward_hooks for p in gradients.values):
             raise WhiteningError("hooks on parameters would be called for both kinds of steps")
-        with ranks.exchange(6) as rows:
+        with ranks.exchange(7) as rows:
             of_rival = rival.run(gradients, gradients.seed)
             repeats = rival.repeats(gradients.batches)
             rows.append([*totals(gradients.batches), *totals(of_rival.batches), *repeats])
-        total, scale, rivals_total, rivals_scale, repeated, count = map(math.fsum, zip(*rows, strict=True))
+        total, scale, rivals_total, rivals_scale, *repeats = map(math.fsum, zip(*rows, strict=True))
         self._average_(of_rival)
         if not rival.differences and not self._is_explained(gradients, of_rival, rival):
             raise WhiteningError("the gradients are not those of the declared loss alone")
         rival.step_(of_rival)
         loss = total / scale
         rivals_loss = rivals_total / rivals_scale
-        return (rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300), repeated / count
+        repeated, count, examples_of_race = repeats
+        is_over = repeated >= SETTINGS.repeated * count and examples_of_race < SETTINGS.enough
+        is_over = is_over and not isinstance(self._setup.loss.likelihood, Gaussian)
+        return (rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300), is_over
 
     def _average_(self, gradients: Gradients) -> None:
         """Average gradients over all processes, as they do those of the user's own pass."""
