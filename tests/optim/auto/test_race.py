@@ -143,8 +143,8 @@ def test_a_leader_that_wins_goes_on_as_before(monkeypatch):
     assert_unchanged(snapshot(twin), snapshot(model))
 
 
-def test_a_plain_difference_ends_a_race_early_and_a_faint_one_lasts(monkeypatch):
-    for difference, expected in ((0.5, min(SETTINGS.looks)), (0.1, raced_steps())):
+def test_a_rival_that_wins_plainly_ends_a_race_early(monkeypatch):
+    for difference, expected in ((-0.5, min(SETTINGS.looks)), (-0.1, raced_steps()), (0.5, raced_steps())):
         decide(monkeypatch, difference)
         model = classes()
         optimizer = optimizer_of(model)

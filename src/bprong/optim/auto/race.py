@@ -44,8 +44,9 @@ class RaceSettings:
 
     starts     steps from which on a race may begin, one after the other
     length     the steps of each race, at most
-    looks      numbers of steps after which a race may end early, with the standard errors that this takes,
-    plain      and the relative difference of the losses that it takes too
+    looks      numbers of steps after which the rival may win early, with the standard errors that this takes,
+    plain      and the relative difference of the losses that it takes too. The leader may not: networks that want
+               spectral steps in the end are often better served by natural ones at first
     repeated   the part of a batch that was in the race before from which on examples come again. This ends the race of
                a classifier, without a winner if it was too short for a look,
     enough     unless there are so many examples
@@ -290,7 +291,7 @@ class Race:
             return None
         mean, error = rival.verdict()
         is_over = is_over or steps == SETTINGS.length or not math.isfinite(mean)
-        if not is_over and abs(mean) < max(SETTINGS.plain, SETTINGS.looks.get(steps, math.inf) * error):
+        if not is_over and -mean < max(SETTINGS.plain, SETTINGS.looks.get(steps, math.inf) * error):
             return None
         certainty = SETTINGS.certainty if self._count else 0.0
         self._is_won = mean < -error * certainty
