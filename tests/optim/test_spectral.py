@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import bprong
 from bprong.linalg.factors import Dense
-from bprong.linalg.orthogonal import QUINTICS, whitened_msgn
+from bprong.linalg.orthogonal import QUINTIC, STEPS, polynomial, whitened_msgn
 from bprong.optim import Periods
 from bprong.optim.fallback import Fallback
 from bprong.optim.spectral import RMS, SpectralDirections
@@ -30,7 +31,8 @@ def newton_schulz(X):
     if X.shape[0] > X.shape[1]:
         return newton_schulz(X.T).T
     X = X / torch.linalg.svdvals(X).pow(8).sum().pow(1 / 8)
-    for a, b, c in QUINTICS:
+    a, b, c = QUINTIC
+    for _ in range(STEPS):
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X
     return X
@@ -113,7 +115,8 @@ def test_a_step_is_that_of_torchs_muon_on_the_whitened_network(monkeypatch):
 
     torch's Muon computes in bfloat16, so the steps agree to some percent only. Layers without bias.
     """
-    monkeypatch.setattr("bprong.linalg.orthogonal.QUINTICS", (CONVERGENT,) * MANY)
+    monkeypatch.setattr("bprong.linalg.orthogonal.QUINTIC", CONVERGENT)
+    monkeypatch.setattr("bprong.linalg.orthogonal.polynomial", partial(polynomial, steps=MANY))
     x, y = classification(60, 12, 8, dtype=torch.float32)
     plain = mlp(12, 16, 10, 8, bias=False, dtype=torch.float32)
     whitened = bprong.whiten_(copy.deepcopy(plain))
