@@ -20,11 +20,11 @@ from torch import Tensor
 
 from bprong.linalg.factors import Damping, centred
 from bprong.linalg.orthogonal import whitened_msgn
-from bprong.optim.fallback import Fallback
 from bprong.optim.options import Power, Setup
 from bprong.optim.rules import (
     CHOSEN_MOMENTUM,
     Directions,
+    Fallback,
     Gradients,
     Group,
     RuleWithDamping,

@@ -17,13 +17,13 @@ from bprong.likelihood.loss import Targets
 from bprong.linalg.factors import Damping
 from bprong.optim.auto.evaluation import LossModel
 from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Parts
-from bprong.optim.fallback import Fallback
 from bprong.optim.fixed_rate import natural_damping
 from bprong.optim.options import Setup
 from bprong.optim.rules import (
     CHOSEN_MOMENTUM,
     Direction,
     Directions,
+    Fallback,
     Gradients,
     Group,
     StepRule,
