@@ -63,7 +63,7 @@ def test_the_leader_takes_the_path_of_natural_steps(phi):
     for step in ("auto", "natural"):
         torch.manual_seed(0)
         model = mlp(5, 4, 3, phi=phi)
-        train(model, optimizer_of(model, step), batches(*DATA, 20, SETTINGS.fewest + 4))
+        train(model, optimizer_of(model, step), batches(*DATA, 20, 9))
         paths.append(snapshot(model) | {"random": torch.get_rng_state()})
     assert_unchanged(*paths)
 
@@ -119,15 +119,19 @@ def test_losses_are_compared_before_a_batch_is_trained_on():
 # The decision ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rival_that_wins_hands_over_its_weights_and_goes_on(monkeypatch):
-    """Afterwards its momentum and its factors are in use: the path is that of spectral steps from the beginning."""
+@pytest.mark.parametrize("damping", [{}, {"backward_damping": 0.1}], ids=["default", "of one side"])
+def test_a_rival_that_wins_hands_over_its_weights_and_goes_on(damping, monkeypatch):
+    """Afterwards its momentum and its factors are in use: the path is that of spectral steps from the beginning.
+
+    If the user has set a damping, the leader's factors are not in units of the features, and the rival's are.
+    """
     decide(monkeypatch, -0.5)
     model = classes()
     twin = copy.deepcopy(model)
-    optimizer = optimizer_of(model, every=1000)
+    optimizer = optimizer_of(model, every=1000, **damping)
     steps = next(iter(SETTINGS.looks)) + 10
     train(model, optimizer, batches(*DATA, 20, steps))
-    train(twin, optimizer_of(twin, "spectral", every=1000), batches(*DATA, 20, steps))
+    train(twin, optimizer_of(twin, "spectral", every=1000, **damping), batches(*DATA, 20, steps))
     assert optimizer._rule.kind == "Automatic, spectral"
     assert "50% lower" in race_of(optimizer).history[0]
     for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
@@ -200,6 +204,27 @@ def test_examples_are_told_from_others_wherever_they_are_in_a_batch(how):
     seen = set(_numbers(wrap(x)))
     assert set(_numbers(wrap(x[order][:20]))) <= seen
     assert not seen & set(_numbers(wrap(others)))
+
+
+def test_one_difference_decides_nothing(monkeypatch):
+    """At the first step dropout alone makes one."""
+    torch.manual_seed(0)
+    model = mlp(5, 40, 3, phi=lambda: nn.Dropout(0.9))
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 4, 1))
+    assert abs(rival_of(optimizer).differences[0]) > SETTINGS.plain
+
+
+def test_a_rival_whose_loss_is_not_finite_has_lost():
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, 12))
+    for value in rival_of(optimizer).values.values():
+        value.fill_(math.nan)
+    train(model, optimizer, [(DATA[0][-20:], DATA[1][-20:])])
+    assert "after 13 steps the loss is not finite" in race_of(optimizer).history[0]
+    assert race_of(optimizer).next == SETTINGS.starts[1]
+    assert optimizer._rule.kind == "Automatic"
 
 
 def test_there_are_no_more_races_than_starts(monkeypatch):

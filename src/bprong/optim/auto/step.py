@@ -31,7 +31,6 @@ from bprong.optim.rules import (
     kept,
     note_lengths,
 )
-from bprong.parallel.processes import ALONE, Ranks
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
@@ -78,42 +77,29 @@ class NaturalDirections(Directions):
 class Automatic(StepRule):
     """Makes the steps that an `AutoRule` chooses along some directions, by a quadratic model of the loss.
 
-    damping: of both sides, where the rule does not choose it
-    pending: Δ of the last step, if that was evaluated, for the next batch to check its slope
+    loss_model: of another rule for the same model, which shares it
+    pending:    Δ of the last step, if that was evaluated, for the next batch to check its slope
     """
 
     reads_every_batch = True
 
-    def __init__(
-        self,
-        directions: Directions,
-        loss_model: LossModel,
-        rule: AutoRule,
-        damping: Mapping[SideName, Damping],
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.directions = directions
-        self.loss_model = loss_model
-        self.rule = rule
-        self.momentum = directions.momentum
-        self.early_steps = directions.early_steps
-        self.early_parts = directions.early_parts
-        self.pending: Direction = {}
-        self._damping = damping
-        self._ranks = ranks
-        self._warned = False
-
-    @classmethod
-    def of(cls, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> Automatic:
+    def __init__(self, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> None:
         likelihood = setup.loss.likelihood
-        rule = AutoRule(
+        self.directions = kind.of(setup)
+        self.loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
+        self.rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=(setup.bound(None) or math.inf) ** 2 / 2,
             shortens=not kind.keeps_last_update,
             nll_bounded=likelihood.nonnegative,
         )
-        loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
-        return cls(kind.of(setup), loss_model, rule, kind.damping(setup), setup.ranks)
+        self.momentum = kind.momentum
+        self.early_steps = kind.early_steps
+        self.early_parts = kind.early_parts
+        self.pending: Direction = {}
+        self._damping = kind.damping(setup)
+        self._ranks = setup.ranks
+        self._warned = False
 
     @property
     def kind(self) -> str:
@@ -145,7 +131,7 @@ class Automatic(StepRule):
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
-        rates = self._relative_rates(gradients)
+        rates = self.relative_rates(gradients)
         if not rule.multiplier:
             rule.evaluate_until = max(rule.evaluate_until, gradients.t + 2)  # evaluate the next one
             return
@@ -177,12 +163,7 @@ class Automatic(StepRule):
         if not rule.update_damping(evaluation, c, change):
             self.undo_(gradients)
 
-    def multiplier(self, gradients: Gradients) -> float:
-        """The learning rate of this step, relative to the highest of the run."""
-        self._relative_rates(gradients)
-        return self.rule.multiplier
-
-    def _relative_rates(self, gradients: Gradients) -> dict[Tensor, float]:
+    def relative_rates(self, gradients: Gradients) -> dict[Tensor, float]:
         """The learning rates, relative to the highest of them. That, relative to the whole run's, is the rule's M."""
         lrs = {}
         planned = 0.0
@@ -228,25 +209,23 @@ class Automatic(StepRule):
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is."""
-        with self._ranks.exchange(2) as rows:
-            rows.append(totals(gradients.batches))
-        total, scale = map(math.fsum, zip(*rows, strict=True))
+        rule = self.rule
+        total, scale = self._ranks.sums(totals(gradients.batches))
         if not scale:
             return False
         loss = total / scale
         scale /= self._ranks.size  # processes average their gradients
-        self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
+        rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
         if math.isnan(loss):
             return False
-        rule = self.rule
         # While a schedule has lowered M the gain does not rise, which would undo what it is for.
         rule.note(loss, rule.settings, rule.multiplier == rule.highest_multiplier)
-        if not self.rule.blew_up(loss):
+        if not rule.blew_up(loss):
             return False
-        if self.undo_(gradients):
-            return True
-        self.rule.first_loss = max(self.rule.first_loss, loss)  # it is that high without an update
-        return False
+        is_undone = self.undo_(gradients)
+        if not is_undone:
+            rule.first_loss = max(rule.first_loss, loss)  # it is that high without an update
+        return is_undone
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
