@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
 
+PARTS = ("whitened", "adam", "last")  # all directions that a step may have
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
 LAST_RATE = "last_rate"  # of the learning rate it was made at, relative to the highest of all groups,
 LAST_DECAY = "last_decay"  # of what the parameter was multiplied by before,
@@ -245,23 +246,26 @@ class Automatic(StepRule):
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        state = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
-        for name in ("coefficients", "curvature"):
-            state[name] = dict.fromkeys(("whitened", "adam", "last")) | state[name]
-        state["everything"] = self.loss_model.everything
-        state["forward_mode"] = self.loss_model.forward_mode
-        state["pending"] = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
+        state: dict[str, Any] = {"pending": [self.pending.get(p) for p in parameters]}
+        for name, owner in self._remembered():
+            number = getattr(owner, name)
+            state[name] = dict.fromkeys(PARTS) | number if isinstance(number, dict) else number
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        self.loss_model.everything = state["everything"]
-        self.loss_model.forward_mode = state["forward_mode"]
-        directions = dict(zip(parameters, state["pending"], strict=True))
-        self.pending = {p: d.detach().to(p.device, copy=True) for p, d in directions.items() if d is not None}
-        numbers = {field.name: state[field.name] for field in fields(AutoState) if field.name in state}
-        for name in ("coefficients", "curvature"):
-            numbers[name] = {part: value for part, value in state[name].items() if value is not None}
-        self.rule = replace(self.rule, **numbers)
+        self.pending = {p: d.to(p.device) for p, d in zip(parameters, state["pending"], strict=True) if d is not None}
+        for name, owner in self._remembered():
+            number = state[name]
+            if isinstance(number, dict):
+                number = {part: x for part, x in number.items() if x is not None}
+            setattr(owner, name, number)
+
+    def _remembered(self) -> Iterator[tuple[str, object]]:
+        """The name of each number that outlives a step, with the object that has it."""
+        yield "everything", self.loss_model
+        yield "forward_mode", self.loss_model
+        for field in fields(AutoState):
+            yield field.name, self.rule
 
 
 def totals(batches: Sequence[Batch]) -> list[float]:
