@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bprong
-from bprong.optim.fallback import Fallback
+from bprong.optim.rules import Fallback
 from helpers import assert_close, classification, mlp
 from training import train
 

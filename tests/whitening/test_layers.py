@@ -14,7 +14,7 @@ from bprong.errors import WhiteningError, WhiteningWarning
 from bprong.linalg.factors import Damping, centred
 from bprong.whitening import layers as layers_module
 from bprong.whitening.layer import PATIENCE, Layer
-from bprong.whitening.layers import Layers, Stack
+from bprong.whitening.layers import Layers, Stack, values_of, write_
 from bprong.whitening.refresh import refresh, update
 from bprong.whitening.schedule import Periods, Schedule
 from helpers import assert_close, error_moments, input_moments, inverse, mlp, snapshot
@@ -45,7 +45,7 @@ def whiten(layer, seed=0, centre=True):
 
 def direction_of(layer, gradients):
     """Of one layer alone."""
-    return Stack([layer]).precondition({layer: layer.gradients(gradients)})[layer]
+    return Stack([layer]).precondition({layer: values_of(layer, gradients)})[layer]
 
 
 def gradients_of(layer, left_out=None):
@@ -77,7 +77,7 @@ def test_the_step_is_the_formula_of_the_paper_in_ordinary_coordinates():
     delta_W = -torch.linalg.inv(D) @ (g_W - torch.outer(g_b, c)) @ torch.linalg.inv(Z)
     delta_b = -torch.linalg.inv(D) @ g_b - delta_W @ c
     steps = {}
-    layer.write(*direction_of(layer, gradients), steps)
+    write_(steps, layer, *direction_of(layer, gradients))
     assert_close(steps[layer.weight], -delta_W, 1e-12)
     assert_close(steps[layer.bias], -delta_b, 1e-12)
     assert_close(centred(g_W, g_b, layer.c), g_W - torch.outer(g_b, c), 1e-15)
@@ -140,7 +140,7 @@ def test_the_parts_of_a_packed_weight_fill_one_step():
     steps = {}
     directions = {layer: (torch.randn(4, 4, dtype=f64), torch.randn(4, dtype=f64)) for layer in (q, v)}
     for layer, direction in directions.items():
-        layer.write(*direction, steps)
+        write_(steps, layer, *direction)
     weight = steps[attention.in_proj_weight]
     bias = steps[attention.in_proj_bias]
     for i, layer in enumerate((q, k, v)):
@@ -207,7 +207,7 @@ def deep():
 
 
 def preconditioned(layers, gradients):
-    return layers._preconditioned({layer: layer.gradients(gradients) for layer in layers.values()})
+    return layers._preconditioned({layer: values_of(layer, gradients) for layer in layers.values()})
 
 
 def stored_together(layers):

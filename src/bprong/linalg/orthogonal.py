@@ -10,8 +10,8 @@ iterated. With the smaller side that of the outputs,
     A = P (M Q Mᵀ)      and      Rᵀ msgn(R M Uᵀ) U = p(A) P (M Q)
 
 because P M Q Mᵀ and R M Q Mᵀ Rᵀ have the same powers between Rᵀ and R: products of small square matrices, one product
-with the larger factor, and no roots. Four steps will do: A is divided by (tr A⁴)^¼, which is closer to its largest
-eigenvalue than the trace is, by which Muon makes sure that no eigenvalue is above one.
+with the larger factor, and no roots. A is divided by (tr A⁴)^¼, which is closer to its largest eigenvalue than the
+trace, which Muon divides by so that no eigenvalue is above one. Smaller singular values come to one by that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from bprong.linalg.factors import Factor
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon's a, b, c: chosen for a steep rise at zero
-STEPS = 4
+STEPS = 5
 
 
 def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:

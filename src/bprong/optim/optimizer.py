@@ -151,7 +151,7 @@ class BPRONG(SteppingOptimizer):
             if step == "auto":
                 self._race = Race.of(setup)
                 is_spectral = self._race is None
-            self._rule = Automatic.of(setup, SpectralDirections if is_spectral else NaturalDirections)
+            self._rule = Automatic(setup, SpectralDirections if is_spectral else NaturalDirections)
         else:
             self._rule = Spectral(setup) if is_spectral else FixedRate(setup)
         defaults = {

@@ -14,8 +14,7 @@ from bprong.checks import integer, number, one_of, positive
 from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import MAX_DIM
-from bprong.optim.fallback import Fallback
-from bprong.optim.rules import Defaults
+from bprong.optim.rules import Defaults, Fallback
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import SideName, Solver
 from bprong.whitening.layers import Layers

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from bprong.linalg.factors import Damping, centred
 from bprong.linalg.orthogonal import whitened_msgn
-from bprong.optim.fallback import Fallback
 from bprong.optim.options import Power, Setup
 from bprong.optim.rules import (
     CHOSEN_MOMENTUM,
     Directions,
+    Fallback,
     Gradients,
     Group,
     RuleWithDamping,
@@ -32,8 +32,8 @@ from bprong.optim.rules import (
     kept,
     note_lengths,
 )
-from bprong.whitening.layer import SIDES, Layer, SideName, WeightAndBias
-from bprong.whitening.layers import Layers, Pairs, stacked
+from bprong.whitening.layer import SIDES, Layer, SideName
+from bprong.whitening.layers import Layers, Pairs, WeightAndBias, stacked
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
 DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md

@@ -1,9 +1,8 @@
-"""A layer is two sides and a centre c: by which solver and in which precision its factors are made, and its steps.
+"""A layer is two sides and a centre c. It chooses by which solver and in which precision its factors are made.
 
-    ΔW = −η (RᵀR) (g_W − g_b cᵀ) (UᵀU),   Δb = −η (RᵀR) g_b − ΔW c      with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
+    UᵀU = (Ž+ε₁I)⁻¹,   RᵀR = (D+ε₂I)⁻¹,   c = E[z]
 
-This is SGD in whitened coordinates, written in ordinary ones: it needs the factors of both sides and no added layer. A
-side has its running moments, its factor, and the choice of how the factor is computed from the moments.
+A side has its running moments, its factor, and the choice of how the factor is computed from the moments.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from bprong.linalg.roots import RootSolver, factor_by_eigenvalues
 SideName = Literal["forward", "backward"]
 SIDES: tuple[SideName, ...] = ("forward", "backward")
 Solver = Literal["auto", "exact", "low-rank"]  # the paper's network has solvers of its own (`RootSolver`)
-WeightAndBias = tuple[Tensor | None, Tensor | None]  # of W and of b: their gradients, or these preconditioned
 
 PATIENCE = 3  # consecutive failures after which an error is raised instead of a warning
 SAMPLING = 0.1  # times tr/N: the sampling error of eigenvalues from N observations
@@ -276,38 +274,6 @@ class Layer:
         if kind not in self._warned:
             self._warned.add(kind)
             warn(f"layer {self.name!r} keeps its previous {side.name} whitener: {reason}")
-
-    # Gradients → directions → steps -----------------------------------------------------------------------------------
-
-    def gradients(self, gradients: Mapping[Tensor, Tensor]) -> WeightAndBias:
-        """The gradients of W, as a matrix, and of b, as a vector, in at least float32; None for one without."""
-        linear = self.linear
-        parts: list[Tensor | None] = []
-        for p, part_of in ((self.weight, linear.matrix), (self.bias, linear.vector)):
-            g = None if p is None else gradients.get(p)
-            if g is not None:
-                g = g if linear.is_plain else part_of(g)
-                g = g.to(at_least_float32(g.dtype))
-            parts.append(g)
-        return parts[0], parts[1]
-
-    def write(self, d_W: Tensor | None, d_b: Tensor | None, into: dict[Tensor, Tensor]) -> None:
-        """Writes a step, seen from the centre c, in ordinary coordinates: d_W, and d_b − d_W c.
-
-        into: steps by parameter, of which this layer may have a part only
-        """
-        linear = self.linear
-        if not (d_b is None or d_W is None or self.c is None):
-            c = self.c.to(d_W.dtype)
-            is_one = d_W.ndim == 2
-            d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_one else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
-        for p, part_of, step in ((self.weight, linear.matrix, d_W), (self.bias, linear.vector, d_b)):
-            if p is None or step is None:
-                continue
-            if linear.is_plain:
-                into[p] = step
-            else:
-                part_of(into.setdefault(p, step.new_zeros(p.shape))).copy_(step)
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The layers of a model by name, those of equal shape stacked, and their natural gradients by whole parameter.
 
-    (RᵀR)(g_W − g_b cᵀ)(UᵀU)  and  (RᵀR) g_b        with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
+    ΔW = −η (RᵀR)(g_W − g_b cᵀ)(UᵀU),   Δb = −η (RᵀR) g_b − ΔW c      with  UᵀU = (Ž+ε₁I)⁻¹,  RᵀR = (D+ε₂I)⁻¹
 
+This is SGD in whitened coordinates, written in ordinary ones: it needs the factors of both sides and no added layer.
 A product of small matrices takes less time than its call, so n layers of equal shape are treated as one layer of n
 groups: their factors are slices of one tensor (n, d, d). A layer that shares its shape with no other is a stack of one.
 """
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from bprong.linalg.factors import Dense, Factor, precondition
-from bprong.linalg.moments import Blocks
+from bprong.linalg.moments import Blocks, at_least_float32
 from bprong.parallel.processes import Ranks
-from bprong.whitening.layer import Layer, Side, WeightAndBias
+from bprong.whitening.layer import Layer, Side
 
+WeightAndBias = tuple[Tensor | None, Tensor | None]  # of W and of b: their gradients, or these preconditioned
 Values = Mapping[Tensor, Tensor]  # by parameter: gradients, or what is made of them
 Rates = Mapping[Tensor, float]  # learning rates by parameter
 Pairs = Mapping[Layer, WeightAndBias]  # by layer: gradients, or what is made of them
@@ -64,11 +66,11 @@ class Layers(dict[str, Layer]):
         whole_values = values if sharding is None else sharding.collected(values)
         pairs = {}
         for layer in self.values():
-            g_W, g_b = layer.gradients(whole_values)
+            g_W, g_b = values_of(layer, whole_values)
             if g_W is not None or g_b is not None:
                 pairs[layer] = g_W, g_b
         for layer, (d_W, d_b) in compute(pairs).items():
-            layer.write(d_W, d_b, into)
+            write_(into, layer, d_W, d_b)
         return into if sharding is None else sharding.distributed(into, values)
 
     def in_units(self, direction: Values) -> Values:
@@ -129,6 +131,38 @@ class Stack:
         steps = precondition(self.left, self.right, self.c, stacked(weights), stacked(biases), self.u)
         d_W, d_b = [[None] * len(layers) if step is None else step for step in steps]
         return dict(zip(layers, zip(d_W, d_b, strict=True), strict=True))
+
+
+def values_of(layer: Layer, values: Values) -> WeightAndBias:
+    """The values of W, as a matrix, and of b, as a vector, in at least float32; None for one without."""
+    linear = layer.linear
+    parts: list[Tensor | None] = []
+    for p, part_of in ((layer.weight, linear.matrix), (layer.bias, linear.vector)):
+        value = None if p is None else values.get(p)
+        if value is not None:
+            value = value if linear.is_plain else part_of(value)
+            value = value.to(at_least_float32(value.dtype))
+        parts.append(value)
+    return parts[0], parts[1]
+
+
+def write_(into: dict[Tensor, Tensor], layer: Layer, d_W: Tensor | None, d_b: Tensor | None) -> None:
+    """Writes a step, seen from the centre c, in ordinary coordinates: d_W, and d_b − d_W c.
+
+    into: steps by parameter, of which this layer may have a part only
+    """
+    linear = layer.linear
+    if not (d_b is None or d_W is None or layer.c is None):
+        c = layer.c.to(d_W.dtype)
+        is_one = d_W.ndim == 2
+        d_b = torch.addmv(d_b, d_W, c, alpha=-1) if is_one else d_b - (d_W @ c.unsqueeze(-1)).squeeze(-1)
+    for p, part_of, step in ((layer.weight, linear.matrix, d_W), (layer.bias, linear.vector, d_b)):
+        if p is None or step is None:
+            continue
+        if linear.is_plain:
+            into[p] = step
+        else:
+            part_of(into.setdefault(p, step.new_zeros(p.shape))).copy_(step)
 
 
 def _parts(pairs: Pairs) -> list[object]:

@@ -9,10 +9,11 @@ none is taken back; there is no way back, because a rule that begins anew always
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -26,7 +27,6 @@ from bprong.capture.tape import Batch, laid_out
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Gaussian, mixed
 from bprong.likelihood.loss import Targets
-from bprong.linalg.moments import Moments
 from bprong.optim.auto.step import Automatic, NaturalDirections, totals
 from bprong.optim.options import Setup
 from bprong.optim.rules import CHOSEN_MOMENTUM, Direction, Gradients, Group, States, StepRule, dot
@@ -47,9 +47,11 @@ class RaceSettings:
     looks      numbers of steps after which the rival may win early, with the standard errors that this takes,
     plain      and the relative difference of the losses that it takes too. The leader may not: networks that want
                spectral steps in the end are often better served by natural ones at first
-    repeated   the part of a batch that was in the race before from which on examples come again. This ends the race of
-               a classifier, without a winner if it was too short for a look,
-    enough     unless there are so many examples
+    part       the last part of a race, in which the losses are compared
+    repeated   the part of a batch that was in a race before from which on examples come again. This ends the race of a
+               classifier. The rival wins by the standard errors of the last look; without one there was no race
+    enough     the number of examples with which the first race goes on nevertheless
+    most       numbers of an example that are read to tell it from others
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
     alike      the sine of the angle up to which two gradients are alike
@@ -57,14 +59,14 @@ class RaceSettings:
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
     """
 
-    starts: tuple[int, ...] = (0, 40, 100, 200)
+    starts: tuple[int, ...] = (0, 40, 80, 800)
     length: int = 40
     looks: Mapping[int, float] = field(default_factory=lambda: {15: 6.0, 20: 3.0, 30: 3.0})
     plain: float = 0.2
     repeated: float = 0.5
     enough: int = 1000
+    most: int = 8192
     part: float = 1 / 3
-    fewest: int = 5
     certainty: float = 1.0
     alike: float = 0.1
     full: float = 0.9
@@ -78,57 +80,69 @@ class Rival:
     """A second copy of the trained weights and of the model's buffers, with the rule that trains it.
 
     layers:       with the moments of the leader's layers, and factors of its own damping
-    values:       the weights by parameter; while the rival is in the model, those of the leader
+    values:       the weights by parameter, from its first gradient on; while the rival is in the model, the leader's
     differences:  of its loss from the leader's on each batch so far, relative to the larger one
-    examples:     a number for each example so far, which tells it from others
+    norms:        of the leader's weights after its last step; empty: not known
     began:        the step at which it began
     """
 
-    def __init__(self, rule: Automatic, parameters: Iterable[Tensor], leaders: Layers, began: int) -> None:
+    def __init__(self, rule: Automatic, began: int) -> None:
         self.rule = rule
-        self.layers = Layers(map(_like, leaders.values()))
-        self.values = {p: p.detach().clone() for p in parameters}
+        self.layers = Layers()
+        self.values: dict[Tensor, Tensor] = {}
         self.buffers = [buffer.clone() for buffer in rule.loss_model.model.buffers()]
         self.states: States = defaultdict(dict)
         self.differences: list[float] = []
-        self.examples: set[float] = set()
+        self.norms: list[Tensor] = []
         self.began = began
 
     @contextmanager
     def _in_the_model(self) -> Iterator[None]:
         """The model has the weights and buffers of the rival while the context is active."""
-        self._exchange()
+        buffers = list(self.rule.loss_model.model.buffers())
+        if [b.shape for b in buffers] != [b.shape for b in self.buffers]:
+            raise WhiteningError("the buffers of the model have changed")
+        self._exchange(buffers)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(buffers)
 
-    def _exchange(self) -> None:
+    def _exchange(self, buffers: list[Tensor]) -> None:
         for p in self.values:
             p.data, self.values[p] = self.values[p], p.data
-        for i, buffer in enumerate(self.rule.loss_model.model.buffers()):
+        for i, buffer in enumerate(buffers):
             buffer.data, self.buffers[i] = self.buffers[i], buffer.data
+
+    def note_leader(self) -> None:
+        """Note the leader's weights after a step, to see whether somebody changes them before the next."""
+        self.norms = list(torch._foreach_norm(list(self.values))) if self.values else []
+
+    def is_undisturbed(self) -> bool:
+        """Whether the leader's weights are those after its last step, and all of them are trained."""
+        before = self.norms
+        self.note_leader()
+        same = all(bool(a == b) for a, b in zip(before, self.norms, strict=False))
+        return same and all(p.requires_grad for p in self.values)
 
     def follow(self, leaders: Layers, t: int) -> None:
         """Factor the moments of the leader's sides that were refreshed at step t, or that have no factor yet."""
         for name in self.layers.keys() - leaders.keys():
             del self.layers[name]
         for name, leader in leaders.items():
-            layer = self.layers.get(name) or self.layers.setdefault(name, _like(leader))
-            refreshed = []
+            layer = self.layers.setdefault(name, _like(leader))
             for side, example in zip(layer.sides, leader.sides, strict=True):
                 side.moments = example.moments
                 if side.moments is not None and (side.factor is None or example.refreshed_at == t):
-                    refreshed.append(side)
-            for side in refreshed:  # once the sizes of both sides are known
-                layer.take(side, cast(Moments, side.moments), self.rule.damping(layer, side))
+                    layer.take(side, side.moments, self.rule.damping(layer, side))
 
     def run(self, gradients: Gradients, seed: int) -> Gradients:
         """The gradients of the rival on the leader's batches, with its own outputs and losses."""
         batches = []
         sums = {p: torch.zeros_like(p) for p in gradients.values}  # all that a process without a batch has
         for p in gradients.values:
-            self.values.setdefault(p, p.detach().clone())  # its first gradient: until now it was the leader's
+            if p not in self.values:  # its first gradient: until now it was the leader's
+                self.values[p] = p.detach().clone()
         with self._in_the_model():
             for i, batch in enumerate(gradients.batches):
                 ran, values = self._trained_on(batch, list(gradients.values), mixed(seed, -2 - i))
@@ -156,16 +170,6 @@ class Rival:
                 buffer.copy_(value)
         return replace(batch, output=output.detach(), targets=replace(targets, total=float(loss))), values
 
-    def repeats(self, batches: Sequence[Batch]) -> list[float]:
-        """Note the examples of some batches.
-
-        Return how many of them were in the race before, how many there are, and how many there were in the race.
-        """
-        numbers = [number for batch in batches for number in _numbers(batch.x)]
-        repeated = sum(number in self.examples for number in numbers)
-        self.examples.update(numbers)
-        return [repeated, len(numbers), len(self.examples)]
-
     def step_(self, gradients: Gradients) -> None:
         """Make a step with the rival's own gradients."""
         with self._in_the_model():
@@ -180,59 +184,67 @@ class Rival:
         for buffer, value in zip(self.rule.loss_model.model.buffers(), self.buffers, strict=True):
             buffer.copy_(value)
         for name, leader in leaders.items():
-            for side, example in zip(leader.sides, self.layers[name].sides, strict=True):
+            layer = self.layers[name]
+            leader.c = layer.c
+            for side, example in zip(leader.sides, layer.sides, strict=True):
                 side.factor = example.factor
+                side.units = example.units
                 side.backoff = example.backoff
 
     def verdict(self) -> tuple[float, float]:
         """The mean difference of the losses in the last part of the race, and its standard error."""
-        compared = self.differences[-max(SETTINGS.fewest, math.ceil(SETTINGS.part * len(self.differences))) :]
-        mean = math.fsum(compared) / len(compared)
-        squares = math.fsum((x - mean) ** 2 for x in compared)
-        return mean, math.sqrt(squares / max(1, len(compared) - 1) / len(compared))
+        count = math.ceil(SETTINGS.part * len(self.differences))
+        deviation, mean = torch.std_mean(torch.tensor(self.differences[-count:], dtype=torch.float64))
+        return float(mean), float(deviation) / math.sqrt(count)
 
     def state_dict(self, parameters: list[Tensor]) -> State:
         return {
             "began": self.began,
-            "differences": list(self.differences),
-            "examples": list(self.examples),
+            "differences": self.differences,
             "rule": self.rule.state_dict(parameters),
             "values": [self.values.get(p) for p in parameters],
-            "buffers": list(self.buffers),
+            "buffers": self.buffers,
             "states": [self.states[p] for p in parameters],
             "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        self.differences = list(state["differences"])
-        self.examples = set(state["examples"])
+    def load_state_dict(self, state: State, parameters: list[Tensor], leaders: Layers) -> None:
+        self.differences = state["differences"]
         self.rule.load_state_dict(state["rule"], parameters)
         for p, value, of_parameter in zip(parameters, state["values"], state["states"], strict=True):
             if value is not None:
-                self.values[p] = value.to(p, copy=True)
-            self.states[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in of_parameter.items()}
+                self.values[p] = value.to(p)
+            self.states[p] = of_parameter
         for buffer, value in zip(self.buffers, state["buffers"], strict=True):
             buffer.copy_(value)
-        for name, layer in self.layers.items():
-            layer.load_state_dict(state["layers"][name])
+        for name, of_layer in state["layers"].items():
+            self.layers[name] = _like(leaders[name])
+            self.layers[name].load_state_dict(of_layer)
 
 
-def _numbers(x: Any) -> list[float]:
-    """Return a number for each example of what a model was called with, from up to 4,096 of the entries of its tensors.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
-    They are rounded to float32, since the last digits of a sum depend on the other rows.
 
-    >>> _numbers(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))[0] == _numbers(torch.tensor([[1.0, 2.0]]))[0]
+def _numbers(batch: Batch) -> list[int]:
+    """Return a number for each example of a batch, from the bits of its inputs and targets; none if it has no tensors.
+
+    >>> def numbers(x): return _numbers(Batch(x=torch.tensor(x)))
+    >>> numbers([[1.0, 2.0], [2.0, 1.0]])[0] == numbers([[1.0, 2.0]])[0]
     True
     """
-    count = examples(x)
-    total = torch.zeros(count, dtype=torch.float64)
-    for tensor in tree_leaves(x):
-        if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == count and tensor.layout is torch.strided:
-            rows = tensor.detach().reshape(count, -1)
-            rows = rows[:, :: max(1, rows.shape[1] // 4096)].to("cpu", torch.float64)
-            total += rows @ torch.arange(1, rows.shape[1] + 1, dtype=torch.float64).sqrt()
-    return total.float().tolist()
+    count = examples(batch.x)
+    total = torch.zeros(count, dtype=torch.int64)
+    terms = () if batch.targets is None else batch.targets.terms
+    leaves = [x for x in tree_leaves([batch.x, [term.y for term in terms]]) if isinstance(x, Tensor)]
+    for place, leaf in enumerate(leaves):
+        is_of_examples = leaf.ndim > 0 and len(leaf) == count  # others are the same for all of them
+        rows = leaf.detach().to("cpu").to_dense().reshape(count if is_of_examples else 1, -1)
+        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+        rows = rows[:, :: max(1, rows.shape[1] // SETTINGS.most)].contiguous()
+        bits = rows.view(INTEGERS[rows.element_size()]).to(torch.int64)
+        factors = torch.randint(-(2**62), 2**62, bits.shape[1:], generator=torch.Generator("cpu").manual_seed(place))
+        total += (bits * factors).sum(dim=1)
+    return total.tolist() if leaves else []
 
 
 def _like(layer: Layer) -> Layer:
@@ -253,8 +265,8 @@ class Race:
         self.rival: Rival | None = None
         self.history: list[str] = []
         self._setup = setup
-        self._count = 0  # of the races that have ended
         self._is_won = False  # whether the rival has won one
+        self._examples: set[int] = set()  # a number for each one that was in a race
 
     @classmethod
     def of(cls, setup: Setup) -> Race | None:
@@ -269,64 +281,85 @@ class Race:
 
     def winner(self, leader: StepRule, gradients: Gradients, layers: Layers) -> Automatic | None:
         """Let the rival make this step, before the leader does; return its rule if it has won, else None."""
-        if self.rival is None:
-            leader = cast(Automatic, leader)
-            if leader.multiplier(gradients) < SETTINGS.full:
-                return None
-            rule = Automatic.of(self._setup, SpectralDirections, leader.loss_model)
-            rule.rule.continue_rates(leader.rule)
-            self.rival = Rival(rule, gradients.values, layers, gradients.t)
         rival = self.rival
+        if rival is None:
+            leader = cast(Automatic, leader)
+            leader.relative_rates(gradients)
+            if leader.rule.multiplier < SETTINGS.full:
+                return None
+            rival = self.rival = Rival(Automatic(self._setup, SpectralDirections, leader.loss_model), gradients.t)
+            rival.rule.rule.continue_rates(leader.rule)
         try:
+            if not rival.is_undisturbed():
+                raise WhiteningError("weights were changed between two steps, or are no longer trained")
             rival.follow(layers, gradients.t)
-            difference, is_over = self._difference(gradients, rival)
+            repeats = self._compare(gradients, rival)
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
             self._end(f"no race: {reason}".partition("\n")[0], is_last=True)
             return None
-        if not is_over:
-            rival.differences.append(difference)
-        steps = len(rival.differences)
-        if is_over and steps < min(SETTINGS.looks):
-            self._end(f"no race: examples come again after {steps} steps; natural steps go on", is_last=True)
-            return None
-        mean, error = rival.verdict()
-        is_over = is_over or steps == SETTINGS.length or not math.isfinite(mean)
-        if not is_over and -mean < max(SETTINGS.plain, SETTINGS.looks.get(steps, math.inf) * error):
-            return None
-        certainty = SETTINGS.certainty if self._count else 0.0
-        self._is_won = mean < -error * certainty
-        than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
-        going_on = "spectral" if self._is_won else "natural"
-        self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
+        self._decide(rival, repeats)
         if not self._is_won:
             return None
         rival.hand_over(gradients.states, layers)
         return rival.rule
 
-    def _difference(self, gradients: Gradients, rival: Rival) -> tuple[float, bool]:
-        """The rival's loss minus the leader's on this step's batches of all processes, relative to the larger one.
+    def _decide(self, rival: Rival, repeats: bool) -> None:
+        """End the race if its losses say enough, or if it has lasted long enough; repeats: examples come again."""
+        steps = len(rival.differences)
+        looks = SETTINGS.looks
+        if repeats and steps < min(looks):
+            self._end(f"no race: examples come again after {steps} steps; natural steps go on", is_last=True)
+            return
+        if not rival.differences:
+            return
+        if math.isnan(rival.differences[-1]):
+            self._end(f"after {steps} steps the loss is not finite: natural steps go on")
+            return
+        is_over = repeats or steps == SETTINGS.length
+        if not (is_over or steps in looks):
+            return
+        mean, error = rival.verdict()
+        if not is_over and -mean < max(SETTINGS.plain, looks[steps] * error):
+            return
+        certainty = SETTINGS.certainty if self.history else 0.0
+        if repeats:
+            certainty = next(errors for look, errors in reversed([*looks.items()]) if look <= steps)
+        self._is_won = mean < -error * certainty
+        than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
+        going_on = "spectral" if self._is_won else "natural"
+        self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
 
-        And whether the race is over, because their examples come again: whoever remembers them best would win on, and a
-        classifier that remembers a few examples is too sure of others.
+    def _compare(self, gradients: Gradients, rival: Rival) -> bool:
+        """Let the rival make a step; note its loss minus the leader's on these batches, relative to the larger one.
+
+        Return whether the race is over instead, because examples come again: whoever remembers them best would win on,
+        and a classifier that remembers a few examples is too sure of others.
         """
         ranks = self._setup.ranks
         if any(p._backward_hooks for p in gradients.values):
             raise WhiteningError("hooks on parameters would be called for both kinds of steps")
         with ranks.exchange(7) as rows:
             of_rival = rival.run(gradients, gradients.seed)
-            repeats = rival.repeats(gradients.batches)
-            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *repeats])
-        total, scale, rivals_total, rivals_scale, *repeats = map(math.fsum, zip(*rows, strict=True))
+            numbers = [number for batch in gradients.batches for number in _numbers(batch)]
+            repeated = sum(number in self._examples for number in numbers)
+            self._examples.update(numbers)
+            of_race = [repeated, len(numbers), len(self._examples)]
+            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *of_race])
+        total, scale, rivals_total, rivals_scale, *counts = map(math.fsum, zip(*rows, strict=True))
+        if not (scale and rivals_scale and math.isfinite(total)):  # no target counts
+            return False
         self._average_(of_rival)
         if not rival.differences and not self._is_explained(gradients, of_rival, rival):
             raise WhiteningError("the gradients are not those of the declared loss alone")
         rival.step_(of_rival)
         loss = total / scale
         rivals_loss = rivals_total / rivals_scale
-        repeated, count, examples_of_race = repeats
-        is_over = repeated >= SETTINGS.repeated * count and examples_of_race < SETTINGS.enough
-        is_over = is_over and not isinstance(self._setup.loss.likelihood, Gaussian)
-        return (rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300), is_over
+        of_batch, count, of_races = counts
+        is_again = of_batch > SETTINGS.repeated * count and (self.history or of_races < SETTINGS.enough)
+        if is_again and not isinstance(self._setup.loss.likelihood, Gaussian):
+            return True
+        rival.differences.append((rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300))
+        return False
 
     def _average_(self, gradients: Gradients) -> None:
         """Average gradients over all processes, as they do those of the user's own pass."""
@@ -347,40 +380,40 @@ class Race:
         self._average_(again)
         return angle < 1.5 * _sine(again.values, of_rival.values)
 
-    def _end(self, message: str, is_last: bool) -> None:
+    def _end(self, message: str, is_last: bool = False) -> None:
         """End this race, and say in one line what came of it."""
-        rival = cast(Rival, self.rival)
-        self._count += 1
-        starts = [start for start in SETTINGS.starts[self._count :] if start > rival.began]
+        began = cast(Rival, self.rival).began
+        starts = [start for start in SETTINGS.starts if start > began]
         self.next = math.inf if is_last or not starts else starts[0]
         self.rival = None
         self.history.append(message)
-        logger.info("step %d: %s", rival.began, message)
+        logger.info("step %d: %s", began, message)
 
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: list[Tensor]) -> State:
         """The rival is a part of it while there is a race."""
-        numbers = {"next": self.next, "count": self._count, "is_won": self._is_won, "history": list(self.history)}
-        return numbers if self.rival is None else numbers | {"rival": self.rival.state_dict(parameters)}
+        rival = None if self.rival is None else self.rival.state_dict(parameters)
+        numbers = {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
+        return numbers | {"examples": list(self._examples) if self.next < math.inf else []}
 
     def load_state_dict(
         self, state: Mapping[str, Any], parameters: list[Tensor], leader: StepRule, layers: Layers
     ) -> Automatic:
         """Restore what `state_dict` returned; return a new rule for the leader."""
+        state = copy.deepcopy(state)
+        if state["rival"] is not None and len(state["rival"]["values"]) != len(parameters):
+            raise ValueError("the state is that of another model: it has another number of parameters")
         loss_model = cast(Automatic, leader).loss_model
         self.next = state["next"]
-        self.history = list(state["history"])
-        self._count = state["count"]
+        self.history = state["history"]
         self._is_won = state["is_won"]
+        self._examples = set(state["examples"])
         self.rival = None
-        if "rival" in state:
-            rival = state["rival"]
-            values = [p for p, value in zip(parameters, rival["values"], strict=True) if value is not None]
-            rule = Automatic.of(self._setup, SpectralDirections, loss_model)
-            self.rival = Rival(rule, values, layers, rival["began"])
-            self.rival.load_state_dict(rival, parameters)
-        return Automatic.of(self._setup, SpectralDirections if self._is_won else NaturalDirections, loss_model)
+        if state["rival"] is not None:
+            self.rival = Rival(Automatic(self._setup, SpectralDirections, loss_model), state["rival"]["began"])
+            self.rival.load_state_dict(state["rival"], parameters, layers)
+        return Automatic(self._setup, SpectralDirections if self._is_won else NaturalDirections, loss_model)
 
 
 def _sine(a: Direction, b: Direction) -> float:

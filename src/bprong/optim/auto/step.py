@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -17,13 +17,13 @@ from bprong.likelihood.loss import Targets
 from bprong.linalg.factors import Damping
 from bprong.optim.auto.evaluation import LossModel
 from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Parts
-from bprong.optim.fallback import Fallback
 from bprong.optim.fixed_rate import natural_damping
 from bprong.optim.options import Setup
 from bprong.optim.rules import (
     CHOSEN_MOMENTUM,
     Direction,
     Directions,
+    Fallback,
     Gradients,
     Group,
     StepRule,
@@ -31,11 +31,11 @@ from bprong.optim.rules import (
     kept,
     note_lengths,
 )
-from bprong.parallel.processes import ALONE, Ranks
 from bprong.whitening.layer import Layer, Side, SideName
 from bprong.whitening.layers import Layers
 from bprong.whitening.schedule import evaluation_period
 
+PARTS = ("whitened", "adam", "last")  # all directions that a step may have
 LAST = "last_update"  # the key of Δ₀ in a parameter's state,
 LAST_RATE = "last_rate"  # of the learning rate it was made at, relative to the highest of all groups,
 LAST_DECAY = "last_decay"  # of what the parameter was multiplied by before,
@@ -78,42 +78,29 @@ class NaturalDirections(Directions):
 class Automatic(StepRule):
     """Makes the steps that an `AutoRule` chooses along some directions, by a quadratic model of the loss.
 
-    damping: of both sides, where the rule does not choose it
-    pending: Δ of the last step, if that was evaluated, for the next batch to check its slope
+    loss_model: of another rule for the same model, which shares it
+    pending:    Δ of the last step, if that was evaluated, for the next batch to check its slope
     """
 
     reads_every_batch = True
 
-    def __init__(
-        self,
-        directions: Directions,
-        loss_model: LossModel,
-        rule: AutoRule,
-        damping: Mapping[SideName, Damping],
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.directions = directions
-        self.loss_model = loss_model
-        self.rule = rule
-        self.momentum = directions.momentum
-        self.early_steps = directions.early_steps
-        self.early_parts = directions.early_parts
-        self.pending: Direction = {}
-        self._damping = damping
-        self._ranks = ranks
-        self._warned = False
-
-    @classmethod
-    def of(cls, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> Automatic:
+    def __init__(self, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> None:
         likelihood = setup.loss.likelihood
-        rule = AutoRule(
+        self.directions = kind.of(setup)
+        self.loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
+        self.rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=(setup.bound(None) or math.inf) ** 2 / 2,
             shortens=not kind.keeps_last_update,
             nll_bounded=likelihood.nonnegative,
         )
-        loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
-        return cls(kind.of(setup), loss_model, rule, kind.damping(setup), setup.ranks)
+        self.momentum = kind.momentum
+        self.early_steps = kind.early_steps
+        self.early_parts = kind.early_parts
+        self.pending: Direction = {}
+        self._damping = kind.damping(setup)
+        self._ranks = setup.ranks
+        self._warned = False
 
     @property
     def kind(self) -> str:
@@ -145,7 +132,7 @@ class Automatic(StepRule):
 
     def step_(self, gradients: Gradients, layers: Layers) -> None:
         rule = self.rule
-        rates = self._relative_rates(gradients)
+        rates = self.relative_rates(gradients)
         if not rule.multiplier:
             rule.evaluate_until = max(rule.evaluate_until, gradients.t + 2)  # evaluate the next one
             return
@@ -177,12 +164,7 @@ class Automatic(StepRule):
         if not rule.update_damping(evaluation, c, change):
             self.undo_(gradients)
 
-    def multiplier(self, gradients: Gradients) -> float:
-        """The learning rate of this step, relative to the highest of the run."""
-        self._relative_rates(gradients)
-        return self.rule.multiplier
-
-    def _relative_rates(self, gradients: Gradients) -> dict[Tensor, float]:
+    def relative_rates(self, gradients: Gradients) -> dict[Tensor, float]:
         """The learning rates, relative to the highest of them. That, relative to the whole run's, is the rule's M."""
         lrs = {}
         planned = 0.0
@@ -228,25 +210,23 @@ class Automatic(StepRule):
 
     def undo_if_blown_up_(self, gradients: Gradients) -> bool:
         """Also notes what multiple of the mean −log p of a target the user's loss is."""
-        with self._ranks.exchange(2) as rows:
-            rows.append(totals(gradients.batches))
-        total, scale = map(math.fsum, zip(*rows, strict=True))
+        rule = self.rule
+        total, scale = self._ranks.sums(totals(gradients.batches))
         if not scale:
             return False
         loss = total / scale
         scale /= self._ranks.size  # processes average their gradients
-        self.rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
+        rule.scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-3) else scale  # a mean needs no division
         if math.isnan(loss):
             return False
-        rule = self.rule
         # While a schedule has lowered M the gain does not rise, which would undo what it is for.
         rule.note(loss, rule.settings, rule.multiplier == rule.highest_multiplier)
-        if not self.rule.blew_up(loss):
+        if not rule.blew_up(loss):
             return False
-        if self.undo_(gradients):
-            return True
-        self.rule.first_loss = max(self.rule.first_loss, loss)  # it is that high without an update
-        return False
+        is_undone = self.undo_(gradients)
+        if not is_undone:
+            rule.first_loss = max(rule.first_loss, loss)  # it is that high without an update
+        return is_undone
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
@@ -266,23 +246,26 @@ class Automatic(StepRule):
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        state = {field.name: getattr(self.rule, field.name) for field in fields(AutoState)}
-        for name in ("coefficients", "curvature"):
-            state[name] = dict.fromkeys(("whitened", "adam", "last")) | state[name]
-        state["everything"] = self.loss_model.everything
-        state["forward_mode"] = self.loss_model.forward_mode
-        state["pending"] = [self.pending[p].detach().clone() if p in self.pending else None for p in parameters]
+        state: dict[str, Any] = {"pending": [self.pending.get(p) for p in parameters]}
+        for name, owner in self._remembered():
+            number = getattr(owner, name)
+            state[name] = dict.fromkeys(PARTS) | number if isinstance(number, dict) else number
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        self.loss_model.everything = state["everything"]
-        self.loss_model.forward_mode = state["forward_mode"]
-        directions = dict(zip(parameters, state["pending"], strict=True))
-        self.pending = {p: d.detach().to(p.device, copy=True) for p, d in directions.items() if d is not None}
-        numbers = {field.name: state[field.name] for field in fields(AutoState) if field.name in state}
-        for name in ("coefficients", "curvature"):
-            numbers[name] = {part: value for part, value in state[name].items() if value is not None}
-        self.rule = replace(self.rule, **numbers)
+        self.pending = {p: d.to(p.device) for p, d in zip(parameters, state["pending"], strict=True) if d is not None}
+        for name, owner in self._remembered():
+            number = state[name]
+            if isinstance(number, dict):
+                number = {part: x for part, x in number.items() if x is not None}
+            setattr(owner, name, number)
+
+    def _remembered(self) -> Iterator[tuple[str, object]]:
+        """The name of each number that outlives a step, with the object that has it."""
+        yield "everything", self.loss_model
+        yield "forward_mode", self.loss_model
+        for field in fields(AutoState):
+            yield field.name, self.rule
 
 
 def totals(batches: Sequence[Batch]) -> list[float]:
