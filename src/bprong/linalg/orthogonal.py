@@ -30,7 +30,7 @@ def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
 
     >>> A = torch.diag(torch.tensor([0.64, 0.36], dtype=torch.float64))
     >>> (polynomial(A) @ A.sqrt()).diagonal()
-    tensor([0.6960, 0.9747], dtype=torch.float64)
+    tensor([1.1192, 0.7229], dtype=torch.float64)
     """
     a, b, c = QUINTIC
     add_product = torch.baddbmm if A.ndim == 3 else torch.addmm
@@ -46,8 +46,8 @@ def whitened_msgn(M: Tensor, outputs: Factor | None = None, inputs: Factor | Non
 
     >>> M = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -4.0]], dtype=torch.float64)
     >>> whitened_msgn(M)
-    tensor([[ 0.7503,  0.0000,  0.0000],
-            [ 0.0000,  0.0000, -1.1057]], dtype=torch.float64)
+    tensor([[ 1.0506,  0.0000,  0.0000],
+            [ 0.0000,  0.0000, -0.7111]], dtype=torch.float64)
     """
     if M.shape[-2] > M.shape[-1]:
         return whitened_msgn(M.mT, inputs, outputs).mT
