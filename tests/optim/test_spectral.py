@@ -12,7 +12,7 @@ import bprong
 from bprong.linalg.factors import Dense
 from bprong.linalg.orthogonal import whitened_msgn
 from bprong.optim import Periods
-from bprong.optim.fallback import Fallback
+from bprong.optim.rules import Fallback
 from bprong.optim.spectral import RMS, SpectralDirections
 from helpers import assert_close, assert_unchanged, classification, layers_of, mlp, quick_cases, snapshot
 from training import EXACT, assert_same_path, batches, train

@@ -145,7 +145,7 @@ class Spectral(RuleWithDamping):
         decay_(gradients.groups)
         torch._foreach_add_(list(steps), [step.to(p.dtype) for p, step in steps.items()])
         if gradients.noted:
-            note_lengths(steps, layers)
+            note_lengths(steps, layers, dict.fromkeys(steps, 1.0))
 
 
 def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:

@@ -228,7 +228,7 @@ def _numbers(x: Any) -> list[float]:
     count = examples(x)
     total = torch.zeros(count, dtype=torch.float64)
     for tensor in tree_leaves(x):
-        if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == count and tensor.layout is torch.strided:
+        if isinstance(tensor, Tensor) and tensor.shape[:1] == (count,) and tensor.layout is torch.strided:
             rows = tensor.detach().reshape(count, -1)
             rows = rows[:, :: max(1, rows.shape[1] // 4096)].to("cpu", torch.float64)
             total += rows @ torch.arange(1, rows.shape[1] + 1, dtype=torch.float64).sqrt()
