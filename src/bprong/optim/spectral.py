@@ -63,7 +63,7 @@ class SpectralDirections(Directions):
 
     @classmethod
     def of(cls, setup: Setup) -> SpectralDirections:
-        return cls(setup.options.fallback(), setup.options.power)
+        return cls(Fallback(setup.options.fallback_betas), setup.options.power)
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:

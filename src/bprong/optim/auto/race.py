@@ -359,8 +359,8 @@ class Race:
     def _end(self, message: str, is_last: bool = False) -> None:
         """End this race, and say in one line what came of it."""
         began = cast(Rival, self.rival).began
-        starts = [start for start in SETTINGS.starts if start > began]
-        self.next = math.inf if is_last or not starts else starts[0]
+        later = [start for start in SETTINGS.starts if start > began and not is_last]
+        self.next = min(later, default=math.inf)
         self.rival = None
         self.history.append(message)
         logger.info("step %d: %s", began, message)
