@@ -11,6 +11,7 @@ from torch import Tensor
 from bprong.linalg.factors import Damping
 from bprong.optim.options import Setup
 from bprong.optim.rules import (
+    Fallback,
     Gradients,
     Group,
     NotFiniteError,
@@ -44,7 +45,7 @@ class FixedRate(RuleWithDamping):
     def __init__(self, setup: Setup) -> None:
         """BPRONG's steps are bounded by default."""
         self._max_step = setup.bound(MAX_STEP if setup.both_sides else None)
-        self._fallback = setup.options.fallback()
+        self._fallback = Fallback(setup.options.fallback_betas)
         self.checks = self._max_step is not None
         super().__init__(natural_damping(setup), few=self.checks and setup.has_default_damping)
 

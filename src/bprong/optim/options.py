@@ -14,7 +14,7 @@ from bprong.checks import integer, number, one_of, positive
 from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import MAX_DIM
-from bprong.optim.rules import Defaults, Fallback
+from bprong.optim.rules import Defaults
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import SideName, Solver
 from bprong.whitening.layers import Layers
@@ -72,10 +72,6 @@ class Options:
         if unknown := [name for name in options or {} if name not in names]:
             raise ValueError(f"options has no {', '.join(map(repr, unknown))}; it takes {', '.join(names)}")
         return cls(**options or {})
-
-    def fallback(self) -> Fallback:
-        """The rule of parameters that are not whitened."""
-        return Fallback(self.fallback_betas)
 
     def schedule(self, layers: Layers, every: int | Periods | None, backward: bool, rule: Defaults) -> Schedule:
         """The schedule of layers; refuses what has no effect in the mode that was chosen."""

@@ -312,12 +312,11 @@ def read(numbers: Sequence[Tensor]) -> list[float]:
     return torch.stack(list(numbers)).tolist()
 
 
-def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float] | None = None) -> None:
+def note_lengths(steps: Direction, layers: Layers, rates: Mapping[Tensor, float]) -> None:
     """Notes how far the weight of each layer moves, for the report; rates: what steps are multiplied by."""
     for layer in layers.values():
         if layer.weight in steps:
             step = steps[layer.weight]
             rows = layer.linear.rows
             part = local(step) if rows is None or is_sliced(step) else step[rows]  # slices: of the whole parameter
-            length = math.sqrt(summed(float(part.norm()) ** 2, [step]))
-            layer.step_norm = length if rates is None else rates[layer.weight] * length
+            layer.step_norm = rates[layer.weight] * math.sqrt(summed(float(part.norm()) ** 2, [step]))

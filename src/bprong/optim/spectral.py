@@ -68,7 +68,7 @@ class SpectralDirections(Directions):
 
     @classmethod
     def of(cls, setup: Setup) -> SpectralDirections:
-        return cls(setup.options.fallback(), setup.options.power)
+        return cls(Fallback(setup.options.fallback_betas), setup.options.power)
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:
@@ -150,7 +150,7 @@ class Spectral(RuleWithDamping):
         decay_(gradients.groups)
         torch._foreach_add_(list(steps), [step.to(p.dtype) for p, step in steps.items()])
         if gradients.noted:
-            note_lengths(steps, layers)
+            note_lengths(steps, layers, dict.fromkeys(steps, 1.0))
 
 
 def _averages(parameters: list[Tensor], gradients: Gradients) -> dict[Tensor, Tensor]:

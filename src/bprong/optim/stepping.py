@@ -124,18 +124,14 @@ class SteppingOptimizer(Optimizer):
                     gradients.checked = True
                     return self._make(gradients)
             else:
-                self._follow(winner, gradients.t)
+                self._rule = winner  # which goes on from the weights that it has led to
+                whitening.schedule.restart(gradients.t + 1)
+                if self._averages is not None:
+                    self._averages.restart()
         self._refused = 0
         whitening.seconds["step"] += time.perf_counter() - start
         whitening.schedule.t += 1
         return True
-
-    def _follow(self, winner: StepRule, t: int) -> None:
-        """Goes on with the rule that has won a race at step t, from the weights that it has led to."""
-        self._rule = winner
-        self._whitening.schedule.restart(t + 1)
-        if self._averages is not None:
-            self._averages.restart()
 
     def _gradients(self) -> Gradients:
         groups: dict[Tensor, Group] = {}

@@ -417,6 +417,32 @@ def test_a_race_waits_for_the_end_of_a_warm_up():
 # State ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:layer '0':UserWarning")
+def test_a_race_continues_without_a_layer_that_was_left_to_the_fallback_rule():
+    """A new optimizer has it among its layers; the race that was saved has not."""
+
+    class Reused(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (x @ (2 * self[0].weight.T))[:, :3]
+
+    def made() -> tuple[nn.Module, bprong.BPRONG]:
+        torch.manual_seed(0)
+        model = Reused(*mlp(5, 4, 3))
+        return model, optimizer_of(model)
+
+    data = list(batches(*DATA, 20, 14))
+    model, optimizer = made()
+    train(model, optimizer, data[:8])
+    assert set(rival_of(optimizer).layers) == {"2"}
+    other, other_optimizer = made()
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        train(one, its_optimizer, data[8:])
+    assert_unchanged(snapshot(model), snapshot(other))
+    assert rival_of(optimizer).differences == rival_of(other_optimizer).differences
+
+
 def saved(model: nn.Module, optimizer: bprong.BPRONG) -> tuple[nn.Module, bprong.BPRONG]:
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)

@@ -65,9 +65,10 @@ def longest(rule, t, loss=1.0, **more):
     return choose(rule, t, slope, 1.0, loss, **more) ** 2 / 2
 
 
-def update(rule, ratio):
-    """λ after a step of which this part of the predicted decrease came true."""
-    assert rule.update_damping(found([1.0], 1.0, slopes=[-0.2]), {"whitened": 0.2}, -0.02 * ratio)
+def update(rule, ratio, product=0.0):
+    """λ after a step of which this part of the predicted decrease came true; product: ΔᵀΔ, as ΔᵀFΔ is 1."""
+    evaluation = replace(found([1.0], 1.0, slopes=[-0.2]), G=np.full((1, 1), product))
+    assert rule.update_damping(evaluation, {"whitened": 0.2}, -0.02 * ratio)
     return rule.lam
 
 
@@ -447,8 +448,7 @@ def test_on_a_plateau_damping_falls_fast(settings):
     def kept(ratio, came_true=1.0):
         """By how much λ changes if dᵀFd is this times λ‖d‖²."""
         before = rule.lam
-        choose(rule, 3, -1e-3 * ratio * before, ratio * before, product=1.0)
-        return update(rule, came_true) / before
+        return update(rule, came_true, 1 / (ratio * before)) / before
 
     fast = 1 / settings.leave_plateau
     assert [kept(0.9 * settings.plateau) for _ in range(10)] == pytest.approx([fast] * 10)

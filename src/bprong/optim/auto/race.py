@@ -237,7 +237,7 @@ def _numbers(batch: Batch) -> list[int]:
     terms = () if batch.targets is None else batch.targets.terms
     leaves = [x for x in tree_leaves([batch.x, [term.y for term in terms]]) if isinstance(x, Tensor)]
     for place, leaf in enumerate(leaves):
-        is_of_examples = leaf.ndim > 0 and len(leaf) == count  # others are the same for all of them
+        is_of_examples = leaf.shape[:1] == (count,)  # others are the same for all of them
         rows = leaf.detach().to("cpu").to_dense().reshape(count if is_of_examples else 1, -1)
         rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
         rows = rows[:, :: max(1, rows.shape[1] // SETTINGS.most)].contiguous()
@@ -383,8 +383,8 @@ class Race:
     def _end(self, message: str, is_last: bool = False) -> None:
         """End this race, and say in one line what came of it."""
         began = cast(Rival, self.rival).began
-        starts = [start for start in SETTINGS.starts if start > began]
-        self.next = math.inf if is_last or not starts else starts[0]
+        later = [start for start in SETTINGS.starts if start > began and not is_last]
+        self.next = min(later, default=math.inf)
         self.rival = None
         self.history.append(message)
         logger.info("step %d: %s", began, message)

@@ -189,7 +189,6 @@ class AutoState(Progress):
     curvature        dᵢᵀFdᵢ of each direction at the last evaluation
     slope            ∇LᵀΔ at the last evaluation
     slope_change     the predicted change of this slope by the step that was made: (Qc)_Δ
-    curvature_ratio  dᵀFd / λ‖d‖² of the last evaluated step
     ratio            of the actual to the predicted decrease; None: unknown
     evaluate_until   the step until which all are evaluated
     period           steps between evaluations that `evaluate_share` asks for; None: not known yet
@@ -214,7 +213,6 @@ class AutoState(Progress):
     curvature: Parts = field(default_factory=dict)
     slope: float = 0.0
     slope_change: float = 0.0
-    curvature_ratio: float = 1.0
     ratio: float | None = None
     evaluate_until: int = SETTINGS.evaluate_every
     period: int | None = None
@@ -291,12 +289,11 @@ class AutoRule(AutoState):
         if layer.backward.mean_eigenvalue is not None:
             d = max(layer.backward.mean_eigenvalue, self.settings.faint * self.lam)
             observations = layer.backward.observations
-        of_side, of_other = (z, d) if side.of_inputs else (d, z)
         sampling = self.settings.sampling * side.blocks.size * side.blocks.count / observations
         if side.of_inputs and layer.linear.one_hot:
             sampling = 0.0
-        relative = math.sqrt(self.lam / (of_side * of_other)) + sampling
-        return Damping(relative, "variance") if side.of_inputs else Damping(relative * of_side)
+        relative = math.sqrt(self.lam / (z * d)) + sampling
+        return Damping(relative, "variance") if side.of_inputs else Damping(relative * d)
 
     def update_damping(self, evaluation: Evaluation, c: Parts, change: float) -> bool:
         """Adapts λ to the change of the loss by the whole d, whatever part of it is made, so that M does not change λ.
@@ -314,8 +311,8 @@ class AutoRule(AutoState):
         if not good or ratio < 1 - settings.well:
             self.lam *= settings.raise_lambda
         elif ratio > settings.well:
-            plateau = self.curvature_ratio < settings.plateau
-            self.lam /= settings.leave_plateau if plateau else settings.lower_lambda
+            is_plateau = x @ evaluation.Q @ x < settings.plateau * self.lam * (x @ evaluation.G @ x)
+            self.lam /= settings.leave_plateau if is_plateau else settings.lower_lambda
         self.lam = min(max(self.lam, 1e-30), 1e30)  # far beyond what matters: it must not vanish in long runs
         return good
 
@@ -360,7 +357,6 @@ class AutoRule(AutoState):
             slope_of_step = np.array(list(slopes.values())) @ step - (1 - self.trust) * slope * step[0]
             self.slope_change = float(evaluation.curvature()[0] @ step)
             self.predicted = -float(slope_of_step + step @ evaluation.Q @ step / 2)
-            self.curvature_ratio = 2 * length / max(self.lam * float(x @ evaluation.G @ x), 1e-300)
         return {name: x * part for name, x in c.items()}
 
     def _minimise(self, t: int, slopes: Parts, evaluation: Evaluation) -> None:

@@ -52,7 +52,7 @@ class NaturalDirections(Directions):
 
     @classmethod
     def of(cls, setup: Setup) -> NaturalDirections:
-        return cls(setup.options.fallback())
+        return cls(Fallback(setup.options.fallback_betas))
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:
@@ -230,13 +230,13 @@ class Automatic(StepRule):
 
     def undo_(self, gradients: Gradients) -> bool:
         """Undoes the last update, if there is one; the next starts without momentum."""
-        steps = {p: state[LAST_STEP] for p, state in gradients.states.items() if LAST_STEP in state}
-        latest = max(steps.values(), default=0)
-        updates = {p: gradients.states[p][LAST] for p, t in steps.items() if t == latest}
+        states = gradients.states
+        latest = max([state.get(LAST_STEP, 0) for state in states.values()], default=0)
+        updates = {p: state[LAST] for p, state in states.items() if state.get(LAST_STEP) == latest}
         if not (self.rule.multiplier and dot(updates, updates)):
             return False
         torch._foreach_sub_(list(updates), list(updates.values()), alpha=self.rule.multiplier)
-        torch._foreach_div_(list(updates), [gradients.states[p][LAST_DECAY] for p in updates])
+        torch._foreach_div_(list(updates), [states[p][LAST_DECAY] for p in updates])
         torch._foreach_zero_(list(updates.values()))
         self.pending = {}
         self.undone_at = [*self.undone_at[-9:], gradients.t]
