@@ -45,7 +45,7 @@ class FixedRate(RuleWithDamping):
     def __init__(self, setup: Setup) -> None:
         """BPRONG's steps are bounded by default."""
         self._max_step = setup.bound(MAX_STEP if setup.both_sides else None)
-        self._fallback = Fallback(setup.options.fallback_betas)
+        self._fallback = Fallback()
         self.checks = self._max_step is not None
         super().__init__(natural_damping(setup), few=self.checks and setup.has_default_damping)
 

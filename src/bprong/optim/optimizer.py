@@ -123,9 +123,9 @@ class BPRONG(SteppingOptimizer):
         name = type(self).__name__
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"{name} needs the model itself, not a {type(model).__name__}: {name}(model, loss, ...), not "
-                f"{name}(model.parameters(), ...). Use params= to select parameters. For a framework that makes the "
-                f"optimizer itself, give it {name}.factory(model, loss) in place of an optimizer's class"
+                f"{name} needs the model itself, not a {type(model).__name__}: give it the model and the loss, not "
+                f"model.parameters(). Use params= to select parameters. For a framework that makes the optimizer "
+                f"itself, give it {name}.factory(model, loss) in place of an optimizer's class"
             )
         if isinstance(lr, str) and lr != "auto":
             raise ValueError(f'lr must be a number or "auto", not {lr!r}')

@@ -10,7 +10,7 @@ from torch import nn
 
 from bprong.capture.request import Fisher
 from bprong.capture.tape import Head, Key
-from bprong.checks import integer, number, one_of, positive
+from bprong.checks import integer, one_of, positive
 from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import MAX_DIM
@@ -34,7 +34,6 @@ class Options:
     seed              of sampled targets; by default torch's initial seed
     power             of step="spectral": "half", whitening by (Ž+ε)^(-1/4) and (D+ε)^(-1/4), or "whole", by
                       (Ž+ε)^(-1/2) and (D+ε)^(-1/2), which is Muon on W† of the paper's network
-    fallback_betas    Adam's β₁ and β₂ for parameters that are not whitened
     solver            "exact" factors; "low-rank" ones, whose steps differ from exact ones by at most 0.4 of these in
                       the metric of the side itself; "auto": low rank for wide sides where it makes steps cheaper
     max_dim           sides with more features than this are whitened in blocks
@@ -47,7 +46,6 @@ class Options:
     average: float = 0.9
     seed: int | None = None
     power: Power = "half"
-    fallback_betas: tuple[float, float] = (0.9, 0.999)
     solver: Solver = "auto"
     max_dim: int = MAX_DIM
     output: Key | None = None
@@ -56,10 +54,6 @@ class Options:
         one_of("options['power']", self.power, get_args(Power))
         one_of("options['solver']", self.solver, get_args(Solver))
         integer("options['max_dim']", self.max_dim, 1)
-        if not isinstance(self.fallback_betas, (tuple, list)) or len(self.fallback_betas) != 2:
-            raise ValueError(f"options['fallback_betas'] must be two numbers, not {self.fallback_betas!r}")
-        for beta in self.fallback_betas:
-            number("options['fallback_betas']", beta, 0, 1)
 
     @classmethod
     def of(cls, options: Options | Mapping[str, Any] | None) -> Options:

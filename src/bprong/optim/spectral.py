@@ -68,7 +68,7 @@ class SpectralDirections(Directions):
 
     @classmethod
     def of(cls, setup: Setup) -> SpectralDirections:
-        return cls(Fallback(setup.options.fallback_betas), setup.options.power)
+        return cls(Fallback(), setup.options.power)
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:

@@ -51,7 +51,7 @@ class RaceSettings:
     repeated   the part of a batch that was in a race before from which on examples come again. This ends the race of a
                classifier. The rival wins by the standard errors of the last look; without one there was no race
     enough     the number of examples with which the first race goes on nevertheless
-    most       numbers of an example that are read to tell it from others
+    most       bytes of an example, about, that are read to tell it from others
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
     alike      the sine of the angle up to which two gradients are alike
@@ -65,7 +65,7 @@ class RaceSettings:
     plain: float = 0.2
     repeated: float = 0.5
     enough: int = 1000
-    most: int = 8192
+    most: int = 16_384
     part: float = 1 / 3
     certainty: float = 1.0
     alike: float = 0.1
@@ -222,11 +222,8 @@ class Rival:
             self.layers[name].load_state_dict(of_layer)
 
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
-
-
 def _numbers(batch: Batch) -> list[int]:
-    """Return a number for each example of a batch, from the bits of its inputs and targets; none if it has no tensors.
+    """Return a number for each example of a batch, from the bits of its inputs and targets; none if it has no rows.
 
     >>> def numbers(x): return _numbers(Batch(x=torch.tensor(x)))
     >>> numbers([[1.0, 2.0], [2.0, 1.0]])[0] == numbers([[1.0, 2.0]])[0]
@@ -236,15 +233,13 @@ def _numbers(batch: Batch) -> list[int]:
     total = torch.zeros(count, dtype=torch.int64)
     terms = () if batch.targets is None else batch.targets.terms
     leaves = [x for x in tree_leaves([batch.x, [term.y for term in terms]]) if isinstance(x, Tensor)]
-    for place, leaf in enumerate(leaves):
-        is_of_examples = leaf.shape[:1] == (count,)  # others are the same for all of them
-        rows = leaf.detach().to("cpu").to_dense().reshape(count if is_of_examples else 1, -1)
-        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-        rows = rows[:, :: max(1, rows.shape[1] // SETTINGS.most)].contiguous()
-        bits = rows.view(INTEGERS[rows.element_size()]).to(torch.int64)
+    of_examples = [x for x in leaves if x.layout is torch.strided and x.shape[:1] == (count,)]
+    for place, leaf in enumerate(of_examples):
+        rows = leaf.detach().to("cpu").reshape(count, -1).contiguous().view(torch.uint8)
+        bits = rows[:, :: rows.shape[1] // SETTINGS.most | 1].to(torch.int64)
         factors = torch.randint(-(2**62), 2**62, bits.shape[1:], generator=torch.Generator("cpu").manual_seed(place))
         total += (bits * factors).sum(dim=1)
-    return total.tolist() if leaves else []
+    return total.tolist() if of_examples else []
 
 
 def _like(layer: Layer) -> Layer:
@@ -310,9 +305,7 @@ class Race:
         if repeats and steps < min(looks):
             self._end(f"no race: examples come again after {steps} steps; natural steps go on", is_last=True)
             return
-        if not rival.differences:
-            return
-        if math.isnan(rival.differences[-1]):
+        if steps and math.isnan(rival.differences[-1]):
             self._end(f"after {steps} steps the loss is not finite: natural steps go on")
             return
         is_over = repeats or steps == SETTINGS.length

@@ -52,7 +52,7 @@ class NaturalDirections(Directions):
 
     @classmethod
     def of(cls, setup: Setup) -> NaturalDirections:
-        return cls(Fallback(setup.options.fallback_betas))
+        return cls(Fallback())
 
     @classmethod
     def damping(cls, setup: Setup) -> dict[SideName, Damping]:
