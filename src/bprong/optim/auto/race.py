@@ -187,7 +187,8 @@ class Rival:
     def verdict(self) -> tuple[float, float]:
         """The mean difference of the losses in the last part of the race, and its standard error."""
         count = math.ceil(SETTINGS.part * len(self.differences))
-        deviation, mean = torch.std_mean(torch.tensor(self.differences[-count:], dtype=torch.float64))
+        compared = torch.tensor(self.differences[-count:], dtype=torch.float64, device="cpu")
+        deviation, mean = torch.std_mean(compared)
         return float(mean), float(deviation) / math.sqrt(count)
 
     def state_dict(self, parameters: list[Tensor]) -> State:
