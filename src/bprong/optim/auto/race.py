@@ -275,7 +275,7 @@ class Race:
             leader.relative_rates(gradients)
             if leader.rule.multiplier < SETTINGS.full:
                 return None
-            rival = self.rival = Rival(Automatic(self._setup, SpectralDirections, leader.loss_model), gradients.t)
+            rival = self.rival = Rival(Automatic(self._setup, SpectralDirections), gradients.t)
             rival.rule.rule.continue_rates(leader.rule)
         try:
             rival.follow(layers, gradients.t)
@@ -373,20 +373,17 @@ class Race:
         rival = None if self.rival is None else self.rival.state_dict(parameters)
         return {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], parameters: list[Tensor], leader: StepRule, layers: Layers
-    ) -> Automatic:
+    def load_state_dict(self, state: State, parameters: list[Tensor], layers: Layers) -> Automatic:
         """Restore what `state_dict` returned; return a new rule for the leader."""
         state = copy.deepcopy(state)
-        loss_model = cast(Automatic, leader).loss_model
         self.next = state["next"]
         self.history = state["history"]
         self._is_won = state["is_won"]
         self.rival = None
         if state["rival"] is not None:
-            self.rival = Rival(Automatic(self._setup, SpectralDirections, loss_model), state["rival"]["began"])
+            self.rival = Rival(Automatic(self._setup, SpectralDirections), state["rival"]["began"])
             self.rival.load_state_dict(state["rival"], parameters, layers)
-        return Automatic(self._setup, SpectralDirections if self._is_won else NaturalDirections, loss_model)
+        return Automatic(self._setup, SpectralDirections if self._is_won else NaturalDirections)
 
 
 def _sine(a: Direction, b: Direction) -> float:
