@@ -30,10 +30,9 @@ ALONE = ("natural", "spectral")
 FORMS: Mapping[str, Mapping[str, Any]] = {  # what differs from the default
     "default": {},
     "one race": {"starts": (0,)},
-    "later races": {"starts": (0, 100, 300)},
-    "longer races": {"length": 80, "starts": (0, 100, 200)},
-    "races of ten steps at least": {"looks": {10: 5.0, 20: 3.0, 30: 3.0}},
-    "no early end": {"looks": {}},
+    "no early end": {"looks": {1000: 0.0}},
+    "two standard errors": {"certainty": 2.0},
+    "races of 20 steps": {"length": 20},
 }
 
 

@@ -11,7 +11,7 @@ from bprong.linalg.moments import Blocks
 from bprong.linalg.orthogonal import QUINTIC, STEPS, polynomial, whitened_msgn
 from helpers import assert_close
 
-LEAST = 0.003  # the smallest singular value that comes to between
+LEAST = 0.003  # the smallest singular value, relative to the bound on them, that comes to between
 LOW = 0.68
 HIGH = 1.21
 
@@ -42,7 +42,7 @@ def by_definition(M, P, Q):
     X = R @ M @ U
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
-    X = X / torch.linalg.matrix_norm(X, keepdim=True)
+    X = X / torch.linalg.svdvals(X).pow(8).sum(-1).pow(1 / 8)
     a, b, c = QUINTIC
     for _ in range(STEPS):
         A = X @ X.mT

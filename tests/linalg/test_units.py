@@ -14,8 +14,8 @@ from bprong.capture.request import Request
 from bprong.capture.weights import covered_weights
 from bprong.likelihood.families import Categorical
 from bprong.linalg import units
-from bprong.linalg.factors import Damping
-from bprong.linalg.low_rank import LOW_RANK_ERROR, LowRank
+from bprong.linalg.factors import LOW_RANK_ERROR, Damping
+from bprong.linalg.low_rank import LowRank
 from bprong.linalg.moments import Blocks, Sums
 from bprong.linalg.units import examples_behind
 from bprong.whitening.layer import Side

@@ -12,7 +12,8 @@ from torch import nn
 
 import bprong
 from bprong import WhiteningWarning
-from bprong.linalg.low_rank import LOW_RANK_ERROR, LowRank
+from bprong.linalg.factors import LOW_RANK_ERROR
+from bprong.linalg.low_rank import LowRank
 from bprong.optim import Options, Periods
 from helpers import classification, mlp, snapshot
 from layered import data, make

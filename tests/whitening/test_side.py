@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bprong.errors import WhiteningError
-from bprong.linalg.factors import Damping, Dense
-from bprong.linalg.low_rank import LONGEST_BACKOFF, LOW_RANK_ERROR, LOW_RANK_FROM, Backoff, LowRank
+from bprong.linalg.factors import LOW_RANK_ERROR, Damping, Dense
+from bprong.linalg.low_rank import LONGEST_BACKOFF, LOW_RANK_FROM, Backoff, LowRank
 from bprong.linalg.moments import Blocks, Moments
 from bprong.whitening import layer as layer_module
 from bprong.whitening.layer import Side

@@ -28,6 +28,9 @@ NO_FACTOR = (0.0, 0.0, 0.0)  # the numbers of a factor that there is not
 PROBES = 32  # random vectors that estimate the distance of a wide side from white
 
 
+LOW_RANK_ERROR = 0.4  # what others cost is in docs/cost.md
+
+
 @dataclass(frozen=True)
 class Damping:
     """What is added to the diagonal of a second moment before it is inverted.
@@ -39,12 +42,16 @@ class Damping:
 
     A side that never varies is damped as if its variance were one; its gradient is zero.
 
+    rank_error  the error of a step, relative to the exact one, up to which a wide side is inverted by low rank
+                (docs/cost.md); steps that whiten by half, with (Ž+ε)^(-1/2), feel half of it
+
     >>> Damping(0.1, relative_to="mean").amounts(torch.tensor([4.0, 0.0]))
     tensor([0.2000, 0.2000])
     """
 
     value: float
     relative_to: RelativeTo = "one"
+    rank_error: float = LOW_RANK_ERROR
 
     def __post_init__(self) -> None:
         is_valid = isinstance(self.value, float) and 0 <= self.value < math.inf and self.relative_to in RELATIVES

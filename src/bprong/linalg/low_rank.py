@@ -27,7 +27,6 @@ from bprong.linalg.moments import Blocks, random_directions
 # take half the time; narrower sides are stacked.
 LOW_RANK_FROM = 97  # features
 LOW_RANK_SHARE = 0.25  # the largest rank, relative to the features
-LOW_RANK_ERROR = 0.4  # of a step, relative to the exact one (`LowRank.error`); docs/cost.md has what others cost
 WORST = 4.0  # the largest error of a direction, relative to this
 LONGEST_BACKOFF = 16  # refreshes
 

@@ -5,11 +5,13 @@
 
 Muon (Jordan et al., 2024) approaches msgn by five steps X ← (a + bA + cA²) X with A = XXᵀ, which bring singular values
 from 0.003 on to between 0.7 and 1.2. All of these steps are polynomials in the first A, so that X itself need not be
-iterated: with R the root of the smaller side, say that of the outputs,
+iterated. With the smaller side that of the outputs,
 
-    A = R (M Q Mᵀ) Rᵀ / t,  t = tr      and      Rᵀ msgn(R M Uᵀ) U = Rᵀ p(A) R (M Q) / √t
+    A = P (M Q Mᵀ)      and      Rᵀ msgn(R M Uᵀ) U = p(A) P (M Q)
 
-which takes products of small square matrices, one product with the larger factor, and no root of it.
+because P M Q Mᵀ and R M Q Mᵀ Rᵀ have the same powers between Rᵀ and R: products of small square matrices, one product
+with the larger factor, and no roots. A is divided by (tr A⁴)^¼, which is closer to its largest eigenvalue than the
+trace, which Muon divides by so that no eigenvalue is above one. Smaller singular values come to one by that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ STEPS = 5
 
 
 def polynomial(A: Tensor, steps: int = STEPS) -> Tensor:
-    """Return p(A) with p(A) X ≈ msgn(X) for A = XXᵀ of trace one; (…, m, m).
+    """Return p(A) with p(A) X ≈ msgn(X) for A = XXᵀ with eigenvalues of at most one; (…, m, m).
 
     >>> A = torch.diag(torch.tensor([0.64, 0.36], dtype=torch.float64))
     >>> (polynomial(A) @ A.sqrt()).diagonal()
@@ -44,20 +46,23 @@ def whitened_msgn(M: Tensor, outputs: Factor | None = None, inputs: Factor | Non
 
     >>> M = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -4.0]], dtype=torch.float64)
     >>> whitened_msgn(M)
-    tensor([[ 0.7229,  0.0000,  0.0000],
-            [ 0.0000,  0.0000, -1.1192]], dtype=torch.float64)
+    tensor([[ 1.0506,  0.0000,  0.0000],
+            [ 0.0000,  0.0000, -0.7111]], dtype=torch.float64)
     """
     if M.shape[-2] > M.shape[-1]:
         return whitened_msgn(M.mT, inputs, outputs).mT
     largest = M.abs().amax(dim=(-2, -1), keepdim=True)
-    M = M / largest.clamp(min=torch.finfo(M.dtype).tiny)  # to avoid overflow
+    tiny = torch.finfo(torch.float32).tiny  # M may be zero, and then stays so
+    M = M / largest.clamp(min=tiny)  # to avoid overflow
     MQ = M if inputs is None else inputs.right(M)
     A = MQ @ M.mT
     if outputs is not None:
-        A = outputs.root.right(outputs.root.left(A))
-    trace = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    trace = trace.clamp(min=torch.finfo(torch.float32).tiny)  # M may be zero, and then stays so
-    p = polynomial(A / trace)
+        A = outputs.left(A)
+    bound = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=tiny)
+    A = A / bound
+    square = A @ A
+    fourth = (square * square.mT).sum(dim=(-2, -1), keepdim=True) ** 0.25
+    p = polynomial(A / fourth.where(fourth > 0, 1.0))
     if outputs is not None:
-        p = outputs.root.right(outputs.root.left(p))
-    return p @ (MQ * trace.rsqrt())
+        p = outputs.right(p)
+    return p @ (MQ * (bound * fourth).rsqrt().nan_to_num(posinf=0.0))

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bprong.linalg.factors import Damping, centred
+from bprong.linalg.factors import LOW_RANK_ERROR, Damping, centred
 from bprong.linalg.orthogonal import whitened_msgn
 from bprong.optim.options import Power, Setup
 from bprong.optim.rules import (
@@ -36,8 +36,13 @@ from bprong.whitening.layer import SIDES, Layer, SideName
 from bprong.whitening.layers import Layers, Pairs, WeightAndBias, stacked
 
 AVERAGE = "gradient_average"  # its key in a parameter's state
-DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean"))  # docs/spectral.md
-AUTOMATIC_DAMPING: Mapping[SideName, Damping] = {**DAMPING, "forward": Damping(1.0, "variance")}  # docs/auto.md
+RANK_ERROR = 2 * LOW_RANK_ERROR  # because the power is half by default
+DAMPING: Mapping[SideName, Damping] = dict.fromkeys(SIDES, Damping(1.0, "mean", RANK_ERROR))  # docs/spectral.md
+# docs/auto.md
+AUTOMATIC_DAMPING: Mapping[SideName, Damping] = {
+    **DAMPING,
+    "forward": Damping(1.0, "variance", RANK_ERROR),
+}  # docs/auto.md
 RMS = 0.2  # of a weight's step at lr=1: about that of an Adam step, so that learning rates are alike
 SMALLEST = 1e-30  # a direction shorter than this is zero
 

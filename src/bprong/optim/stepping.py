@@ -89,6 +89,8 @@ class SteppingOptimizer(Optimizer):
             whitening.due = whitening.schedule.t == whitening.schedule.next  # as planned: nothing was measured
         else:
             whitening.attend()
+        if self._race is not None and self._race.rival is not None:
+            self._race.rival.note_leader()
         self._forget()
 
     def _make(self, gradients: Gradients) -> bool:

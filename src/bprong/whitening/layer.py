@@ -21,7 +21,6 @@ from bprong.capture.weights import WeightMatrix
 from bprong.errors import WhiteningError, warn
 from bprong.linalg.factors import NO_FACTOR, Damping, Factor, distance_from_white, factor_by_cholesky
 from bprong.linalg.low_rank import (
-    LOW_RANK_ERROR,
     LOW_RANK_FROM,
     LOW_RANK_SHARE,
     Backoff,
@@ -137,7 +136,7 @@ class Side:
         epsilon = float(damping.amounts(moments.variances)[0])
         largest_rank = size - 1 if is_chosen else int(LOW_RANK_SHARE * size)
         start = self.factor.B if isinstance(self.factor, LowRank) else None
-        factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, LOW_RANK_ERROR, largest_rank, start)
+        factor = low_rank(moments.second_in(like.dtype).to(like), epsilon, damping.rank_error, largest_rank, start)
         self.backoff.record(factor is not None)
         return factor
 

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bprong
+from bprong.capture.tape import Batch
+from bprong.likelihood.declared import declared_loss
+from bprong.likelihood.loss import Targets
 from bprong.optim.auto.race import SETTINGS, Race, Rival, _numbers
 from helpers import assert_close, assert_unchanged, classification, mlp, snapshot
 from training import batches, train
@@ -147,8 +150,8 @@ def test_a_leader_that_wins_goes_on_as_before(monkeypatch):
     assert_unchanged(snapshot(twin), snapshot(model))
 
 
-def test_a_plain_difference_ends_a_race_early_and_a_faint_one_lasts(monkeypatch):
-    for difference, expected in ((0.5, min(SETTINGS.looks)), (0.1, raced_steps())):
+def test_a_rival_that_wins_plainly_ends_a_race_early(monkeypatch):
+    for difference, expected in ((-0.5, min(SETTINGS.looks)), (-0.1, raced_steps()), (0.5, raced_steps())):
         decide(monkeypatch, difference)
         model = classes()
         optimizer = optimizer_of(model)
@@ -167,7 +170,7 @@ def test_a_later_race_changes_the_rule_only_if_the_difference_is_certain(monkeyp
         decide(monkeypatch, 0.5)
         train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[1]))
         decide(monkeypatch, difference)
-        train(model, optimizer, batches(*DATA, 20, SETTINGS.length))
+        train(model, optimizer, batches(*(part[4000:] for part in DATA), 20, SETTINGS.length))
         assert optimizer._rule.kind == kind, difference
 
 
@@ -194,16 +197,96 @@ def test_a_race_of_regressions_goes_on_when_examples_come_again():
     assert len(rival_of(optimizer).differences) == 12
 
 
-@pytest.mark.parametrize("how", ["shuffled", "cast", "arguments"])
+@pytest.mark.parametrize("how", ["shuffled", "cast", "large", "arguments"])
 def test_examples_are_told_from_others_wherever_they_are_in_a_batch(how):
     torch.manual_seed(0)
     x = torch.randn(50, 3, 4)
     order = torch.randperm(50)
     others = torch.randn(50, 3, 4)
-    wrap = {"shuffled": lambda x: x, "cast": lambda x: x.half(), "arguments": lambda x: (x, {"mask": x > 0})}[how]
-    seen = set(_numbers(wrap(x)))
-    assert set(_numbers(wrap(x[order][:20]))) <= seen
-    assert not seen & set(_numbers(wrap(others)))
+    wrap = {
+        "shuffled": lambda x: x, "cast": lambda x: x.half(), "large": lambda x: x + 1e6,
+        "arguments": lambda x: (x[:, 0], {"mask": x > 0, "grid": torch.ones(7)}),
+    }[how]  # fmt: skip
+    noted = set(_numbers(Batch(x=wrap(x))))
+    assert set(_numbers(Batch(x=wrap(x[order][:20])))) <= noted
+    assert not noted & set(_numbers(Batch(x=wrap(others))))
+
+
+def test_pairs_and_targets_tell_examples_apart():
+    """A pair is not its sum, and one input may have several targets."""
+    first, second = torch.tensor([1, 2, 3]), torch.tensor([3, 2, 1])
+    assert len(set(_numbers(Batch(x=(first, second))))) == 3
+    loss = declared_loss("cross_entropy")
+    batches = [Batch(x=torch.zeros(2, 5), targets=Targets.observed(loss, torch.tensor([k, k + 1]))) for k in (0, 2)]
+    assert not set(_numbers(batches[0])) & set(_numbers(batches[1]))
+
+
+def test_what_has_no_tensors_is_new():
+    assert _numbers(Batch(x=object())) == []
+
+
+def test_a_later_race_knows_the_examples_of_those_before(monkeypatch):
+    decide(monkeypatch, 0.5)
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[1]))
+    train(model, optimizer, batches(*DATA, 20, 3))
+    assert race_of(optimizer).history[-1] == "no race: examples come again after 0 steps; natural steps go on"
+
+
+def reset(model, optimizer):
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def freeze(model, optimizer):
+    model[0].requires_grad_(False)
+
+
+def add_buffer(model, optimizer):
+    model.register_buffer("cache", torch.zeros(3))
+
+
+@pytest.mark.parametrize("disturb", [reset, freeze, add_buffer])
+def test_a_race_ends_if_somebody_changes_the_model(disturb):
+    """The weights of the rival know nothing of it, and must not be handed over."""
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, 5))
+    assert race_of(optimizer).rival is not None
+    disturb(model, optimizer)
+    twin, other = copy.deepcopy((model, optimizer))
+    other._race = None
+    for one, its_optimizer in ((model, optimizer), (twin, other)):
+        train(one, its_optimizer, batches(*DATA, 20, 3))
+    assert "changed" in race_of(optimizer).history[0]
+    assert race_of(optimizer).rival is None
+    assert_unchanged(snapshot(twin), snapshot(model))
+
+
+def test_an_undone_update_does_not_end_a_race():
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, 5))
+    x, y = DATA[0][400:420], DATA[1][400:420]
+    optimizer.zero_grad()
+    (1e6 * F.cross_entropy(model(x), y)).backward()
+    optimizer._rule.rule.first_loss = 1e-9  # so that the loss has blown up
+    optimizer.step()
+    train(model, optimizer, batches(*(part[800:] for part in DATA), 20, 3))
+    assert race_of(optimizer).rival is not None
+
+
+def test_a_batch_without_counted_targets_is_left_out():
+    model = classes()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, batches(*DATA, 20, 5))
+    optimizer.zero_grad()
+    ignored = torch.full((20,), -100)
+    F.cross_entropy(model(DATA[0][400:420]), ignored, reduction="sum").backward()
+    optimizer.step()
+    train(model, optimizer, batches(*(part[800:] for part in DATA), 20, 1))
+    assert race_of(optimizer).rival is not None
 
 
 def test_one_difference_decides_nothing(monkeypatch):

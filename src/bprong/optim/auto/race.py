@@ -44,12 +44,14 @@ class RaceSettings:
 
     starts     steps from which on a race may begin, one after the other
     length     the steps of each race, at most
-    looks      numbers of steps after which a race may end early, with the standard errors that this takes,
-    plain      and the relative difference of the losses that it takes too
+    looks      numbers of steps after which the rival may win early, with the standard errors that this takes,
+    plain      and the relative difference of the losses that it takes too. The leader may not: networks that want
+               spectral steps in the end are often better served by natural ones at first
     part       the last part of a race, in which the losses are compared
-    repeated   the part of a batch that was in the race before from which on examples come again. This ends the race of
-               a classifier, without a winner if it was too short for a look,
-    enough     unless there are so many examples
+    repeated   the part of a batch that was in a race before from which on examples come again. This ends the race of a
+               classifier. The rival wins by the standard errors of the last look; without one there was no race
+    enough     the number of examples with which the first race goes on nevertheless
+    most       numbers of an example that are read to tell it from others
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
     alike      the sine of the angle up to which two gradients are alike
@@ -57,12 +59,13 @@ class RaceSettings:
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
     """
 
-    starts: tuple[int, ...] = (0, 40, 100, 200)
+    starts: tuple[int, ...] = (0, 40, 80, 800)
     length: int = 40
     looks: Mapping[int, float] = field(default_factory=lambda: {15: 6.0, 20: 3.0, 30: 3.0})
     plain: float = 0.2
     repeated: float = 0.5
     enough: int = 1000
+    most: int = 8192
     part: float = 1 / 3
     certainty: float = 1.0
     alike: float = 0.1
@@ -79,7 +82,7 @@ class Rival:
     layers:       with the moments of the leader's layers, and factors of its own damping
     values:       the weights by parameter, from its first gradient on; while the rival is in the model, the leader's
     differences:  of its loss from the leader's on each batch so far, relative to the larger one
-    examples:     a number for each example so far, which tells it from others
+    norms:        of the leader's weights after its last step; empty: not known
     began:        the step at which it began
     """
 
@@ -90,23 +93,37 @@ class Rival:
         self.buffers = [buffer.clone() for buffer in rule.loss_model.model.buffers()]
         self.states: States = defaultdict(dict)
         self.differences: list[float] = []
-        self.examples: set[float] = set()
+        self.norms: list[Tensor] = []
         self.began = began
 
     @contextmanager
     def _in_the_model(self) -> Iterator[None]:
         """The model has the weights and buffers of the rival while the context is active."""
-        self._exchange()
+        buffers = list(self.rule.loss_model.model.buffers())
+        if [b.shape for b in buffers] != [b.shape for b in self.buffers]:
+            raise WhiteningError("the buffers of the model have changed")
+        self._exchange(buffers)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(buffers)
 
-    def _exchange(self) -> None:
+    def _exchange(self, buffers: list[Tensor]) -> None:
         for p in self.values:
             p.data, self.values[p] = self.values[p], p.data
-        for i, buffer in enumerate(self.rule.loss_model.model.buffers()):
+        for i, buffer in enumerate(buffers):
             buffer.data, self.buffers[i] = self.buffers[i], buffer.data
+
+    def note_leader(self) -> None:
+        """Note the leader's weights after a step, to see whether somebody changes them before the next."""
+        self.norms = list(torch._foreach_norm(list(self.values))) if self.values else []
+
+    def is_undisturbed(self) -> bool:
+        """Whether the leader's weights are those after its last step, and all of them are trained."""
+        before = self.norms
+        self.note_leader()
+        same = all(bool(a == b) for a, b in zip(before, self.norms, strict=False))
+        return same and all(p.requires_grad for p in self.values)
 
     def follow(self, leaders: Layers, t: int) -> None:
         """Factor the moments of the leader's sides that were refreshed at step t, or that have no factor yet."""
@@ -153,16 +170,6 @@ class Rival:
                 buffer.copy_(value)
         return replace(batch, output=output.detach(), targets=replace(targets, total=float(loss))), values
 
-    def repeats(self, batches: Sequence[Batch]) -> list[float]:
-        """Note the examples of some batches.
-
-        Return how many of them were in the race before, how many there are, and how many there were in the race.
-        """
-        numbers = [number for batch in batches for number in _numbers(batch.x)]
-        repeated = sum(number in self.examples for number in numbers)
-        self.examples.update(numbers)
-        return [repeated, len(numbers), len(self.examples)]
-
     def step_(self, gradients: Gradients) -> None:
         """Make a step with the rival's own gradients."""
         with self._in_the_model():
@@ -195,7 +202,6 @@ class Rival:
         return {
             "began": self.began,
             "differences": self.differences,
-            "examples": list(self.examples),
             "rule": self.rule.state_dict(parameters),
             "values": [self.values.get(p) for p in parameters],
             "buffers": self.buffers,
@@ -205,7 +211,6 @@ class Rival:
 
     def load_state_dict(self, state: State, parameters: list[Tensor], leaders: Layers) -> None:
         self.differences = state["differences"]
-        self.examples = set(state["examples"])
         self.rule.load_state_dict(state["rule"], parameters)
         for p, value, of_parameter in zip(parameters, state["values"], state["states"], strict=True):
             if value is not None:
@@ -218,22 +223,29 @@ class Rival:
             self.layers[name].load_state_dict(of_layer)
 
 
-def _numbers(x: Any) -> list[float]:
-    """Return a number for each example of what a model was called with, from up to 4,096 of the entries of its tensors.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
-    They are rounded to float32, since the last digits of a sum depend on the other rows.
 
-    >>> _numbers(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))[0] == _numbers(torch.tensor([[1.0, 2.0]]))[0]
+def _numbers(batch: Batch) -> list[int]:
+    """Return a number for each example of a batch, from the bits of its inputs and targets; none if it has no tensors.
+
+    >>> def numbers(x): return _numbers(Batch(x=torch.tensor(x)))
+    >>> numbers([[1.0, 2.0], [2.0, 1.0]])[0] == numbers([[1.0, 2.0]])[0]
     True
     """
-    count = examples(x)
-    total = torch.zeros(count, dtype=torch.float64)
-    for tensor in tree_leaves(x):
-        if isinstance(tensor, Tensor) and tensor.shape[:1] == (count,) and tensor.layout is torch.strided:
-            rows = tensor.detach().reshape(count, -1)
-            rows = rows[:, :: max(1, rows.shape[1] // 4096)].to("cpu", torch.float64)
-            total += rows @ torch.arange(1, rows.shape[1] + 1, dtype=torch.float64).sqrt()
-    return total.float().tolist()
+    count = examples(batch.x)
+    total = torch.zeros(count, dtype=torch.int64)
+    terms = () if batch.targets is None else batch.targets.terms
+    leaves = [x for x in tree_leaves([batch.x, [term.y for term in terms]]) if isinstance(x, Tensor)]
+    for place, leaf in enumerate(leaves):
+        is_of_examples = leaf.shape[:1] == (count,)  # others are the same for all of them
+        rows = leaf.detach().to("cpu").to_dense().reshape(count if is_of_examples else 1, -1)
+        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+        rows = rows[:, :: max(1, rows.shape[1] // SETTINGS.most)].contiguous()
+        bits = rows.view(INTEGERS[rows.element_size()]).to(torch.int64)
+        factors = torch.randint(-(2**62), 2**62, bits.shape[1:], generator=torch.Generator("cpu").manual_seed(place))
+        total += (bits * factors).sum(dim=1)
+    return total.tolist() if leaves else []
 
 
 def _like(layer: Layer) -> Layer:
@@ -255,6 +267,7 @@ class Race:
         self.history: list[str] = []
         self._setup = setup
         self._is_won = False  # whether the rival has won one
+        self._examples: set[int] = set()  # a number for each one that was in a race
 
     @classmethod
     def of(cls, setup: Setup) -> Race | None:
@@ -278,6 +291,8 @@ class Race:
             rival = self.rival = Rival(Automatic(self._setup, SpectralDirections), gradients.t)
             rival.rule.rule.continue_rates(leader.rule)
         try:
+            if not rival.is_undisturbed():
+                raise WhiteningError("weights were changed between two steps, or are no longer trained")
             rival.follow(layers, gradients.t)
             repeats = self._compare(gradients, rival)
         except Exception as reason:  # whatever a model raises when it is run again; nothing of it was changed
@@ -296,6 +311,8 @@ class Race:
         if repeats and steps < min(looks):
             self._end(f"no race: examples come again after {steps} steps; natural steps go on", is_last=True)
             return
+        if not rival.differences:
+            return
         if math.isnan(rival.differences[-1]):
             self._end(f"after {steps} steps the loss is not finite: natural steps go on")
             return
@@ -303,9 +320,11 @@ class Race:
         if not (is_over or steps in looks):
             return
         mean, error = rival.verdict()
-        if not is_over and abs(mean) < max(SETTINGS.plain, looks[steps] * error):
+        if not is_over and -mean < max(SETTINGS.plain, looks[steps] * error):
             return
         certainty = SETTINGS.certainty if self.history else 0.0
+        if repeats:
+            certainty = next(errors for look, errors in reversed([*looks.items()]) if look <= steps)
         self._is_won = mean < -error * certainty
         than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
         going_on = "spectral" if self._is_won else "natural"
@@ -322,17 +341,22 @@ class Race:
             raise WhiteningError("hooks on parameters would be called for both kinds of steps")
         with ranks.exchange(7) as rows:
             of_rival = rival.run(gradients, gradients.seed)
-            repeats = rival.repeats(gradients.batches)
-            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *repeats])
-        total, scale, rivals_total, rivals_scale, *repeats = map(math.fsum, zip(*rows, strict=True))
+            numbers = [number for batch in gradients.batches for number in _numbers(batch)]
+            repeated = sum(number in self._examples for number in numbers)
+            self._examples.update(numbers)
+            of_race = [repeated, len(numbers), len(self._examples)]
+            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *of_race])
+        total, scale, rivals_total, rivals_scale, *counts = map(math.fsum, zip(*rows, strict=True))
+        if not (scale and rivals_scale and math.isfinite(total)):  # no target counts
+            return False
         self._average_(of_rival)
         if not rival.differences and not self._is_explained(gradients, of_rival, rival):
             raise WhiteningError("the gradients are not those of the declared loss alone")
         rival.step_(of_rival)
         loss = total / scale
         rivals_loss = rivals_total / rivals_scale
-        repeated, count, examples_of_race = repeats
-        is_again = repeated >= SETTINGS.repeated * count and examples_of_race < SETTINGS.enough
+        of_batch, count, of_races = counts
+        is_again = of_batch > SETTINGS.repeated * count and (self.history or of_races < SETTINGS.enough)
         if is_again and not isinstance(self._setup.loss.likelihood, Gaussian):
             return True
         rival.differences.append((rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300))
@@ -371,14 +395,18 @@ class Race:
     def state_dict(self, parameters: list[Tensor]) -> State:
         """The rival is a part of it while there is a race."""
         rival = None if self.rival is None else self.rival.state_dict(parameters)
-        return {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
+        numbers = {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
+        return numbers | {"examples": list(self._examples) if self.next < math.inf else []}
 
     def load_state_dict(self, state: State, parameters: list[Tensor], layers: Layers) -> Automatic:
         """Restore what `state_dict` returned; return a new rule for the leader."""
         state = copy.deepcopy(state)
+        if state["rival"] is not None and len(state["rival"]["values"]) != len(parameters):
+            raise ValueError("the state is that of another model: it has another number of parameters")
         self.next = state["next"]
         self.history = state["history"]
         self._is_won = state["is_won"]
+        self._examples = set(state["examples"])
         self.rival = None
         if state["rival"] is not None:
             self.rival = Rival(Automatic(self._setup, SpectralDirections), state["rival"]["began"])
