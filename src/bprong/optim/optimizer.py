@@ -284,7 +284,7 @@ class BPRONG(SteppingOptimizer):
         whitening = self._whitening
         entries, others = without_entries(state_dict)
         if self._race is not None and "race" in state_dict:
-            self._rule = self._race.load_state_dict(state_dict["race"], parameters, self._rule, whitening.layers)
+            self._rule = self._race.load_state_dict(state_dict["race"], parameters, whitening.layers)
         schedule, rule, layers = unpacked(type(self).__name__, parameters, whitening, self._rule, entries)
         check_demoted(
             [layer for layer in whitening.layers.values() if layers.get(layer.name) == {}], parameters, others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -14,6 +15,7 @@ from bprong.checks import integer, one_of, positive
 from bprong.likelihood.loss import Loss
 from bprong.linalg.factors import Damping
 from bprong.linalg.moments import MAX_DIM
+from bprong.optim.auto.evaluation import LossModel
 from bprong.optim.rules import Defaults
 from bprong.parallel.processes import Ranks
 from bprong.whitening.layer import SideName, Solver
@@ -101,6 +103,11 @@ class Setup:
     max_step: float | Literal["auto"] | None
     both_sides: bool
     ranks: Ranks
+
+    @cached_property
+    def loss_model(self) -> LossModel:
+        """The quadratic model of the loss, which all automatic rules of one optimizer share."""
+        return LossModel(self.model, self.loss.likelihood, self.head, self.ranks)
 
     @property
     def has_default_damping(self) -> bool:

@@ -194,7 +194,8 @@ class Rival:
     def verdict(self) -> tuple[float, float]:
         """The mean difference of the losses in the last part of the race, and its standard error."""
         count = math.ceil(SETTINGS.part * len(self.differences))
-        deviation, mean = torch.std_mean(torch.tensor(self.differences[-count:], dtype=torch.float64))
+        compared = torch.tensor(self.differences[-count:], dtype=torch.float64, device="cpu")
+        deviation, mean = torch.std_mean(compared)
         return float(mean), float(deviation) / math.sqrt(count)
 
     def state_dict(self, parameters: list[Tensor]) -> State:
@@ -282,7 +283,7 @@ class Race:
             leader.relative_rates(gradients)
             if leader.rule.multiplier < SETTINGS.full:
                 return None
-            rival = self.rival = Rival(Automatic(self._setup, SpectralDirections, leader.loss_model), gradients.t)
+            rival = self.rival = Rival(Automatic(self._setup, SpectralDirections), gradients.t)
             rival.rule.rule.continue_rates(leader.rule)
         try:
             if not rival.is_undisturbed():
@@ -390,23 +391,20 @@ class Race:
         numbers = {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
         return numbers | {"examples": list(self._examples) if self.next < math.inf else []}
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], parameters: list[Tensor], leader: StepRule, layers: Layers
-    ) -> Automatic:
+    def load_state_dict(self, state: State, parameters: list[Tensor], layers: Layers) -> Automatic:
         """Restore what `state_dict` returned; return a new rule for the leader."""
         state = copy.deepcopy(state)
         if state["rival"] is not None and len(state["rival"]["values"]) != len(parameters):
             raise ValueError("the state is that of another model: it has another number of parameters")
-        loss_model = cast(Automatic, leader).loss_model
         self.next = state["next"]
         self.history = state["history"]
         self._is_won = state["is_won"]
         self._examples = set(state["examples"])
         self.rival = None
         if state["rival"] is not None:
-            self.rival = Rival(Automatic(self._setup, SpectralDirections, loss_model), state["rival"]["began"])
+            self.rival = Rival(Automatic(self._setup, SpectralDirections), state["rival"]["began"])
             self.rival.load_state_dict(state["rival"], parameters, layers)
-        return Automatic(self._setup, SpectralDirections if self._is_won else NaturalDirections, loss_model)
+        return Automatic(self._setup, SpectralDirections if self._is_won else NaturalDirections)
 
 
 def _sine(a: Direction, b: Direction) -> float:

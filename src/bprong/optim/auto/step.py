@@ -15,7 +15,6 @@ from bprong.errors import warn
 from bprong.likelihood.families import mixed
 from bprong.likelihood.loss import Targets
 from bprong.linalg.factors import Damping
-from bprong.optim.auto.evaluation import LossModel
 from bprong.optim.auto.rule import SETTINGS, AutoRule, AutoState, Evaluation, Parts
 from bprong.optim.fixed_rate import natural_damping
 from bprong.optim.options import Setup
@@ -78,21 +77,19 @@ class NaturalDirections(Directions):
 class Automatic(StepRule):
     """Makes the steps that an `AutoRule` chooses along some directions, by a quadratic model of the loss.
 
-    loss_model: of another rule for the same model, which shares it
-    pending:    Δ of the last step, if that was evaluated, for the next batch to check its slope
+    pending: Δ of the last step, if that was evaluated, for the next batch to check its slope
     """
 
     reads_every_batch = True
 
-    def __init__(self, setup: Setup, kind: type[Directions], loss_model: LossModel | None = None) -> None:
-        likelihood = setup.loss.likelihood
+    def __init__(self, setup: Setup, kind: type[Directions]) -> None:
         self.directions = kind.of(setup)
-        self.loss_model = loss_model or LossModel(setup.model, likelihood, setup.head, setup.ranks)
+        self.loss_model = setup.loss_model
         self.rule = AutoRule(
             damping_given=not (kind.adapts_damping and setup.has_default_damping),
             most=(setup.bound(None) or math.inf) ** 2 / 2,
             shortens=not kind.keeps_last_update,
-            nll_bounded=likelihood.nonnegative,
+            nll_bounded=setup.loss.likelihood.nonnegative,
         )
         self.momentum = kind.momentum
         self.early_steps = kind.early_steps
