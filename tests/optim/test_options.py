@@ -250,7 +250,7 @@ def test_a_model_without_layers_to_whiten_is_refused():
 @pytest.mark.parametrize("kind", [bprong.BPRONG, bprong.PRONG])
 def test_parameters_instead_of_the_model_are_refused(kind):
     name = kind.__name__
-    message = rf"{name} needs the model itself, not a generator: give it the model and the loss.*Use params= to select parameters"
+    message = rf"{name} needs the model itself, not a generator: give it the model .*Use params= to select parameters"
     with pytest.raises(TypeError, match=message):
         kind(mlp(5, 3).parameters(), "cross_entropy")
 

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,13 +226,14 @@ def test_what_has_no_tensors_is_new():
     assert _numbers(Batch(x=object())) == []
 
 
-def test_a_later_race_knows_the_examples_of_those_before(monkeypatch):
+def test_a_later_race_ends_when_examples_come_again_however_many_there_are(monkeypatch):
     decide(monkeypatch, 0.5)
     model = classes()
     optimizer = optimizer_of(model)
     train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[1]))
-    train(model, optimizer, batches(*DATA, 20, 3))
-    assert race_of(optimizer).history[-1] == "no race: examples come again after 0 steps; natural steps go on"
+    monkeypatch.setattr("bprong.optim.auto.race.SETTINGS", replace(SETTINGS, enough=1))
+    train(model, optimizer, batches(*(part[4000:4160] for part in DATA), 20, 9))
+    assert race_of(optimizer).history[-1] == "no race: examples come again after 8 steps; natural steps go on"
 
 
 def reset(model, optimizer):

@@ -48,8 +48,8 @@ class RaceSettings:
     plain      and the relative difference of the losses that it takes too. The leader may not: networks that want
                spectral steps in the end are often better served by natural ones at first
     part       the last part of a race, in which the losses are compared
-    repeated   the part of a batch that was in a race before from which on examples come again. This ends the race of a
-               classifier. The rival wins by the standard errors of the last look; without one there was no race
+    repeated   the part of a batch that was in the race before from which on examples come again, which ends the race
+               of a classifier. The rival wins by the standard errors of the last look; without one there was no race
     enough     the number of examples with which the first race goes on nevertheless
     most       bytes of an example, about, that are read to tell it from others
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
@@ -59,7 +59,7 @@ class RaceSettings:
     largest    numbers in the model above which it is not copied: spectral steps are made without a race
     """
 
-    starts: tuple[int, ...] = (0, 40, 80, 800)
+    starts: tuple[int, ...] = (0, 40, 100, 200)
     length: int = 40
     looks: Mapping[int, float] = field(default_factory=lambda: {15: 6.0, 20: 3.0, 30: 3.0})
     plain: float = 0.2
@@ -82,6 +82,7 @@ class Rival:
     layers:       with the moments of the leader's layers, and factors of its own damping
     values:       the weights by parameter, from its first gradient on; while the rival is in the model, the leader's
     differences:  of its loss from the leader's on each batch so far, relative to the larger one
+    examples:     a number for each example so far, which tells it from others
     norms:        of the leader's weights after its last step; empty: not known
     began:        the step at which it began
     """
@@ -93,6 +94,7 @@ class Rival:
         self.buffers = [buffer.clone() for buffer in rule.loss_model.model.buffers()]
         self.states: States = defaultdict(dict)
         self.differences: list[float] = []
+        self.examples: set[int] = set()
         self.norms: list[Tensor] = []
         self.began = began
 
@@ -202,6 +204,7 @@ class Rival:
         return {
             "began": self.began,
             "differences": self.differences,
+            "examples": list(self.examples),
             "rule": self.rule.state_dict(parameters),
             "values": [self.values.get(p) for p in parameters],
             "buffers": self.buffers,
@@ -211,6 +214,7 @@ class Rival:
 
     def load_state_dict(self, state: State, parameters: list[Tensor], leaders: Layers) -> None:
         self.differences = state["differences"]
+        self.examples = set(state["examples"])
         self.rule.load_state_dict(state["rule"], parameters)
         for p, value, of_parameter in zip(parameters, state["values"], state["states"], strict=True):
             if value is not None:
@@ -262,7 +266,6 @@ class Race:
         self.history: list[str] = []
         self._setup = setup
         self._is_won = False  # whether the rival has won one
-        self._examples: set[int] = set()  # a number for each one that was in a race
 
     @classmethod
     def of(cls, setup: Setup) -> Race | None:
@@ -335,9 +338,9 @@ class Race:
         with ranks.exchange(7) as rows:
             of_rival = rival.run(gradients, gradients.seed)
             numbers = [number for batch in gradients.batches for number in _numbers(batch)]
-            repeated = sum(number in self._examples for number in numbers)
-            self._examples.update(numbers)
-            of_race = [repeated, len(numbers), len(self._examples)]
+            repeated = sum(number in rival.examples for number in numbers)
+            rival.examples.update(numbers)
+            of_race = [repeated, len(numbers), len(rival.examples)]
             rows.append([*totals(gradients.batches), *totals(of_rival.batches), *of_race])
         total, scale, rivals_total, rivals_scale, *counts = map(math.fsum, zip(*rows, strict=True))
         if not (scale and rivals_scale and math.isfinite(total)):  # no target counts
@@ -388,8 +391,7 @@ class Race:
     def state_dict(self, parameters: list[Tensor]) -> State:
         """The rival is a part of it while there is a race."""
         rival = None if self.rival is None else self.rival.state_dict(parameters)
-        numbers = {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
-        return numbers | {"examples": list(self._examples) if self.next < math.inf else []}
+        return {"next": self.next, "is_won": self._is_won, "history": self.history, "rival": rival}
 
     def load_state_dict(self, state: State, parameters: list[Tensor], layers: Layers) -> Automatic:
         """Restore what `state_dict` returned; return a new rule for the leader."""
@@ -399,7 +401,6 @@ class Race:
         self.next = state["next"]
         self.history = state["history"]
         self._is_won = state["is_won"]
-        self._examples = set(state["examples"])
         self.rival = None
         if state["rival"] is not None:
             self.rival = Rival(Automatic(self._setup, SpectralDirections), state["rival"]["began"])
