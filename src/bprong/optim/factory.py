@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,17 +19,14 @@ def factory(kind: Any, model: nn.Module | type[nn.Module], loss: Any, arguments:
         def __new__(cls, params: Any, **settings: Any) -> Any:
             rate = {"lr": settings.pop("lr")} if "lr" in settings else {}
             groups = Optimizer(params, rate).param_groups  # each with the framework's learning rate or its own
-            names: dict[Tensor, Any] = {}
-            for group in groups:
-                names |= zip(group["params"], group.get("param_names") or count(), strict=False)
-            module = model if isinstance(model, nn.Module) else _owner(names, model)
+            parameters = [p for group in groups for p in group["params"]]
+            module = model if isinstance(model, nn.Module) else _owner(set(parameters), model)
             members = set(module.parameters())
-            for p, name in names.items():
-                if p not in members:
-                    raise ValueError(
-                        f"parameter {name!r} of shape {tuple(p.shape)} is not one of the {type(module).__name__} that "
-                        f"the factory is for. If the framework makes or copies the model, give the factory its class"
-                    )
+            for p in [p for p in parameters if p not in members]:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is not one of the {type(module).__name__} that the factory "
+                    f"is for. If the framework makes or copies the model, give the factory its class"
+                )
             optimizer = kind(module, loss, params=groups, **arguments, **settings)
             optimizer.defaults |= rate  # for groups that are added later
             return optimizer
@@ -38,12 +34,12 @@ def factory(kind: Any, model: nn.Module | type[nn.Module], loss: Any, arguments:
     return Factory
 
 
-def _owner(parameters: Mapping[Tensor, Any], kind: type[nn.Module]) -> nn.Module:
+def _owner(parameters: set[Tensor], kind: type[nn.Module]) -> nn.Module:
     """The module of a class that has most of these parameters and fewest others; of several, the outermost."""
 
     def fit(module: nn.Module) -> tuple[int, int, int]:
         members = set(module.parameters())
-        return len(members & parameters.keys()), -len(members), len(list(module.modules()))
+        return len(members & parameters), -len(members), len(list(module.modules()))
 
     modules: list[nn.Module] = [x for x in gc.get_objects() if issubclass(type(x), kind)]
     if not modules:

@@ -118,14 +118,12 @@ class Rival:
 
     def note_leader(self) -> None:
         """Note the leader's weights after a step, to see whether somebody changes them before the next."""
-        self.norms = list(torch._foreach_norm(list(self.values))) if self.values else []
+        self.norms = [p.norm() for p in self.values]
 
     def is_undisturbed(self) -> bool:
         """Whether the leader's weights are those after its last step, and all of them are trained."""
-        before = self.norms
-        self.note_leader()
-        same = all(bool(a == b) for a, b in zip(before, self.norms, strict=False))
-        return same and all(p.requires_grad for p in self.values)
+        pairs = zip(self.values, self.norms, strict=False)
+        return all(p.requires_grad and bool(p.norm() == norm) for p, norm in pairs)
 
     def follow(self, leaders: Layers, t: int) -> None:
         """Factor the moments of the leader's sides that were refreshed at step t, or that have no factor yet."""
