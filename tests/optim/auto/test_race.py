@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -226,14 +225,12 @@ def test_what_has_no_tensors_is_new():
     assert _numbers(Batch(x=object())) == []
 
 
-def test_a_later_race_ends_when_examples_come_again_however_many_there_are(monkeypatch):
+def test_a_race_goes_on_if_there_are_enough_examples(monkeypatch):
     decide(monkeypatch, 0.5)
     model = classes()
     optimizer = optimizer_of(model)
-    train(model, optimizer, batches(*DATA, 20, SETTINGS.starts[1]))
-    monkeypatch.setattr("bprong.optim.auto.race.SETTINGS", replace(SETTINGS, enough=1))
-    train(model, optimizer, batches(*(part[4000:4160] for part in DATA), 20, 9))
-    assert race_of(optimizer).history[-1] == "no race: examples come again after 8 steps; natural steps go on"
+    train(model, optimizer, batches(*(part[:1000] for part in DATA), 100, 12))
+    assert len(rival_of(optimizer).differences) == 12
 
 
 def reset(model, optimizer):

@@ -50,7 +50,7 @@ class RaceSettings:
     part       the last part of a race, in which the losses are compared
     repeated   the part of a batch that was in the race before from which on examples come again, which ends the race
                of a classifier. The rival wins by the standard errors of the last look; without one there was no race
-    enough     the number of examples with which the first race goes on nevertheless
+    enough     the number of examples with which it goes on nevertheless
     most       bytes of an example, about, that are read to tell it from others
     certainty  standard errors by which the rival must win a later race; the first takes the better one. With two of
                them networks that want spectral steps at the end of training find these too late
@@ -338,8 +338,8 @@ class Race:
             numbers = [number for batch in gradients.batches for number in _numbers(batch)]
             repeated = sum(number in rival.examples for number in numbers)
             rival.examples.update(numbers)
-            of_race = [repeated, len(numbers), len(rival.examples)]
-            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *of_race])
+            known = [repeated, len(numbers), len(rival.examples)]
+            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *known])
         total, scale, rivals_total, rivals_scale, *counts = map(math.fsum, zip(*rows, strict=True))
         if not (scale and rivals_scale and math.isfinite(total)):  # no target counts
             return False
@@ -349,8 +349,8 @@ class Race:
         rival.step_(of_rival)
         loss = total / scale
         rivals_loss = rivals_total / rivals_scale
-        of_batch, count, of_races = counts
-        is_again = of_batch > SETTINGS.repeated * count and (self.history or of_races < SETTINGS.enough)
+        of_batch, count, of_race = counts
+        is_again = of_batch > SETTINGS.repeated * count and of_race < SETTINGS.enough
         if is_again and not isinstance(self._setup.loss.likelihood, Gaussian):
             return True
         rival.differences.append((rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300))
