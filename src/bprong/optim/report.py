@@ -94,9 +94,7 @@ class Report:
         groups |= {f"{row['layer']}/": row for row in self.layers}
         numbers = {"steps": float(self.steps)}
         for prefix, values in groups.items():
-            for key, value in values.items():
-                if isinstance(value, (int, float)):
-                    numbers[prefix + key] = float(value)
+            numbers |= {prefix + key: float(value) for key, value in values.items() if isinstance(value, (int, float))}
         return numbers
 
 

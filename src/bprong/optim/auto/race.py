@@ -320,9 +320,9 @@ class Race:
         if repeats:
             certainty = next(errors for look, errors in reversed([*looks.items()]) if look <= steps)
         self._is_won = mean < -error * certainty
-        than = f"{abs(mean):.0%} {'lower' if mean < 0 else 'higher'} (± {error:.0%}) than with natural ones"
         going_on = "spectral" if self._is_won else "natural"
-        self._end(f"after {steps} steps the loss with spectral steps is {than}: {going_on} steps go on", self._is_won)
+        result = f"after {steps} steps the loss with spectral steps differs by {mean:+.0%} (± {error:.0%})"
+        self._end(f"{result}: {going_on} steps go on", self._is_won)
 
     def _compare(self, gradients: Gradients, rival: Rival) -> bool:
         """Let the rival make a step; note its loss minus the leader's on these batches, relative to the larger one.
@@ -335,7 +335,9 @@ class Race:
             raise WhiteningError("hooks on parameters would be called for both kinds of steps")
         with ranks.exchange(7) as rows:
             of_rival = rival.run(gradients, gradients.seed)
-            numbers = [number for batch in gradients.batches for number in _numbers(batch)]
+            numbers = []
+            if len(rival.examples) < SETTINGS.enough:  # more are not few
+                numbers = [number for batch in gradients.batches for number in _numbers(batch)][: SETTINGS.enough]
             repeated = sum(number in rival.examples for number in numbers)
             rival.examples.update(numbers)
             known = [repeated, len(numbers), len(rival.examples)]
