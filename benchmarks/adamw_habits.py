@@ -133,7 +133,7 @@ def steps_to(target: float, path: Sequence[float]) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandLine(__doc__)
     parser.setting("seeds", [0, 1, 2, 3, 4], [0], "seeds")
-    parser.add_argument("--step", choices=["natural", "spectral"], default="natural", help="of lr=auto")
+    parser.add_argument("--step", choices=["natural", "spectral", "auto"], default="natural", help="of lr=auto")
     options = parser.parse(arguments)
     steps = 3 if options.quick else STEPS
     lines = []
