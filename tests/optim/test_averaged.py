@@ -188,6 +188,15 @@ def test_averaged_statistics_are_near_those_of_the_averaged_weights():
     assert_unchanged(live, snapshot(model))
 
 
+def test_statistics_are_restored_before_there_is_an_average():
+    model = network("normalised")
+    optimizer = made(model, "auto")
+    before = snapshot(model)
+    with optimizer.averaged():
+        update_bn(classification(600, 5, 3)[0].split(60), model)
+    assert_unchanged(before, snapshot(model))
+
+
 # Steps that were refused, undone or skipped ---------------------------------------------------------------------------
 
 

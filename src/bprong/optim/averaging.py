@@ -64,7 +64,7 @@ class AveragedWeights:
         if self._is_active:
             _refuse()
         reshard(self._model)
-        values = {x: x.detach().clone() for x in self._averages}
+        values = {x: x.detach().clone() for x in [*self._averages, *self._model.buffers()]}  # update_bn changes these
         hook = optimizer.register_step_pre_hook(_refuse)
         try:
             self._is_active = True

@@ -340,9 +340,9 @@ class Race:
                 numbers = [number for batch in gradients.batches for number in _numbers(batch)][: SETTINGS.enough]
             repeated = sum(number in rival.examples for number in numbers)
             rival.examples.update(numbers)
-            known = [repeated, len(numbers), len(rival.examples)]
-            rows.append([*totals(gradients.batches), *totals(of_rival.batches), *known])
-        total, scale, rivals_total, rivals_scale, *counts = map(math.fsum, zip(*rows, strict=True))
+            losses = [*totals(gradients.batches), *totals(of_rival.batches)]
+            rows.append([*losses, repeated, len(numbers), len(rival.examples)])
+        total, scale, rivals_total, rivals_scale, again, count, known = map(math.fsum, zip(*rows, strict=True))
         if not (scale and rivals_scale and math.isfinite(total)):  # no target counts
             return False
         self._average_(of_rival)
@@ -351,8 +351,7 @@ class Race:
         rival.step_(of_rival)
         loss = total / scale
         rivals_loss = rivals_total / rivals_scale
-        of_batch, count, of_race = counts
-        is_again = of_batch > SETTINGS.repeated * count and of_race < SETTINGS.enough
+        is_again = again > SETTINGS.repeated * count and known < SETTINGS.enough
         if is_again and not isinstance(self._setup.loss.likelihood, Gaussian):
             return True
         rival.differences.append((rivals_loss - loss) / max(abs(rivals_loss), abs(loss), 1e-300))
