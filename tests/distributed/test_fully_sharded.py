@@ -123,7 +123,7 @@ def test_mixed_precision_trains_as_full_precision_does(found_slowly, rule):
     """By the mean loss of the last ten batches: that of one rank's half moves by 6 % with the rounding of bfloat16."""
     by_rank = found_slowly["mixed_precision"]
     full, mixed = (sum(losses) / len(by_rank) for losses in zip(*(own[rule] for own in by_rank), strict=True))
-    assert abs(mixed - full) < 0.01 * full
+    assert abs(mixed - full) < 0.02 * full
     assert full < 1.05  # less than at the start
 
 
