@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bprong.capture.own_pass import Subset, examples, rows_of, run_alone
+from bprong.capture.own_pass import WHOLE, examples, rows_of, run_alone
 from bprong.capture.tape import Batch, laid_out
 from bprong.errors import WhiteningError
 from bprong.likelihood.families import Gaussian, mixed
@@ -79,6 +79,7 @@ SETTINGS = RaceSettings()
 class Rival:
     """A second copy of the trained weights and of the model's buffers, with the rule that trains it.
 
+    model:        the user's
     layers:       with the moments of the leader's layers, and factors of its own damping
     values:       the weights by parameter, from its first gradient on; while the rival is in the model, the leader's
     differences:  of its loss from the leader's on each batch so far, relative to the larger one
@@ -89,9 +90,10 @@ class Rival:
 
     def __init__(self, rule: Automatic, began: int) -> None:
         self.rule = rule
+        self.model = rule.loss_model.model
         self.layers = Layers()
         self.values: dict[Tensor, Tensor] = {}
-        self.buffers = [buffer.clone() for buffer in rule.loss_model.model.buffers()]
+        self.buffers = [buffer.clone() for buffer in self.model.buffers()]
         self.states: States = defaultdict(dict)
         self.differences: list[float] = []
         self.examples: set[int] = set()
@@ -101,7 +103,7 @@ class Rival:
     @contextmanager
     def _in_the_model(self) -> Iterator[None]:
         """The model has the weights and buffers of the rival while the context is active."""
-        buffers = list(self.rule.loss_model.model.buffers())
+        buffers = list(self.model.buffers())
         if [b.shape for b in buffers] != [b.shape for b in self.buffers]:
             raise WhiteningError("the buffers of the model have changed")
         self._exchange(buffers)
@@ -152,20 +154,15 @@ class Rival:
 
     def _trained_on(self, batch: Batch, parameters: list[Tensor], seed: int) -> tuple[Batch, Sequence[Tensor]]:
         """A batch with the rival's output and loss, and the gradients of that."""
-        model = self.rule.loss_model.model
         head = self.rule.loss_model.head
         targets = cast(Targets, batch.targets)
-        count = examples(batch.x)
-        x = rows_of(batch.x, Subset(count, count), parameters[0].dtype)
-        with (
-            torch.enable_grad(),
-            run_alone(model, x, seed, errors=True, head=head) as (returned, _),
-        ):
+        x = rows_of(batch.x, WHOLE, parameters[0].dtype)
+        with torch.enable_grad(), run_alone(self.model, x, seed, errors=True, head=head) as (returned, _):
             output = laid_out(returned, batch.class_dim)
             loss = targets.value(output)
             values = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-            buffers = [buffer.clone() for buffer in model.buffers()]
-        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffers = [buffer.clone() for buffer in self.model.buffers()]
+        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             if self.differences:  # at first they are those that the leader's pass on this batch has left
                 buffer.copy_(value)
         return replace(batch, output=output.detach(), targets=replace(targets, total=float(loss))), values
@@ -181,7 +178,7 @@ class Rival:
         for p, value in self.values.items():
             p.copy_(value)
             states[p] = self.states[p]
-        for buffer, value in zip(self.rule.loss_model.model.buffers(), self.buffers, strict=True):
+        for buffer, value in zip(self.model.buffers(), self.buffers, strict=True):
             buffer.copy_(value)
         for name, leader in leaders.items():
             layer = self.layers[name]
