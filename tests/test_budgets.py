@@ -12,7 +12,7 @@ from pathlib import Path
 import bprong
 
 ROOT = Path(bprong.__file__).parent
-NODES = 42_050
+NODES = 42_000
 NODES_A_STATEMENT = 7.4
 LARGEST_CLASS = 160  # statements
 EMPTY_NAMES = 0.01  # of all assignments

@@ -89,7 +89,7 @@ class SteppingOptimizer(Optimizer):
             whitening.due = whitening.schedule.t == whitening.schedule.next  # as planned: nothing was measured
         else:
             whitening.attend()
-        if self._race is not None and self._race.rival is not None:
+        if self._race and self._race.rival:
             self._race.rival.note_leader()
         self._forget()
 

@@ -97,7 +97,7 @@ class Rival:
         self.states: States = defaultdict(dict)
         self.differences: list[float] = []
         self.examples: set[int] = set()
-        self.norms: list[Tensor] = []
+        self.norms: dict[Tensor, Tensor] = {}
         self.began = began
 
     @contextmanager
@@ -120,12 +120,11 @@ class Rival:
 
     def note_leader(self) -> None:
         """Note the leader's weights after a step, to see whether somebody changes them before the next."""
-        self.norms = [p.norm() for p in self.values]
+        self.norms = {p: p.norm() for p in self.values}
 
     def is_undisturbed(self) -> bool:
         """Whether the leader's weights are those after its last step, and all of them are trained."""
-        pairs = zip(self.values, self.norms, strict=False)
-        return all(p.requires_grad and bool(p.norm() == norm) for p, norm in pairs)
+        return all(p.requires_grad and bool(p.norm() == norm) for p, norm in self.norms.items())
 
     def follow(self, leaders: Layers, t: int) -> None:
         """Factor the moments of the leader's sides that were refreshed at step t, or that have no factor yet."""
@@ -282,7 +281,6 @@ class Race:
             if leader.rule.multiplier < SETTINGS.full:
                 return None
             rival = self.rival = Rival(Automatic(self._setup, SpectralDirections), gradients.t)
-            rival.rule.rule.continue_rates(leader.rule)
         try:
             if not rival.is_undisturbed():
                 raise WhiteningError("weights were changed between two steps, or are no longer trained")

@@ -266,12 +266,6 @@ class AutoRule(AutoState):
         self.multiplier = lr and lr / reference
         self.highest_multiplier = max(self.highest_multiplier, self.multiplier)
 
-    def continue_rates(self, other: AutoRule) -> None:
-        """Relate learning rates to those that another rule has seen."""
-        self.highest_lr = other.highest_lr
-        self.plan_counts = other.plan_counts
-        self.highest_multiplier = other.highest_multiplier
-
     # Damping ----------------------------------------------------------------------------------------------------------
 
     def damping(self, layer: Layer, side: Side) -> Damping | None:
