@@ -309,6 +309,20 @@ def test_a_rival_whose_loss_is_not_finite_has_lost():
     assert optimizer._rule.kind == "Automatic"
 
 
+def test_a_rival_of_a_later_race_has_the_multiplier_of_the_leader(monkeypatch):
+    """Of a schedule, which it has not seen from the beginning."""
+    decide(monkeypatch, 0.5)
+    model = classes()
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.95 if t > 10 else 1.0)
+    for batch in batches(*DATA, 20, SETTINGS.starts[1] + 3):
+        train(model, optimizer, [batch])
+        scheduler.step()
+    assert rival_of(optimizer).rule.rule.plan_counts
+    assert math.isclose(rival_of(optimizer).rule.rule.multiplier, 0.95)
+    assert math.isclose(optimizer._rule.rule.multiplier, 0.95)
+
+
 def test_there_are_no_more_races_than_starts(monkeypatch):
     decide(monkeypatch, 0.5)
     model = classes()

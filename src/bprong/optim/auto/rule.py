@@ -255,16 +255,14 @@ class AutoRule(AutoState):
         planned:  the highest that schedules start from or plan to reach
         """
         self.highest_lr = max(self.highest_lr, lr)
-        if self.highest_lr and t >= self.settings.low_steps and self.highest_multiplier <= self.settings.low:
-            LOG.info(
-                'lr="auto": learning rates do not come near %.2g; the highest so far, %.2g, counts as 1 from now on',
-                planned, self.highest_lr,
-            )  # fmt: skip
-            self.plan_counts = False
-            self.highest_multiplier = 1.0
         reference = max(self.highest_lr, planned) if self.plan_counts else self.highest_lr
         self.multiplier = lr and lr / reference
         self.highest_multiplier = max(self.highest_multiplier, self.multiplier)
+        if t >= self.settings.low_steps and 0 < self.highest_multiplier <= self.settings.low:
+            LOG.info('lr="auto": learning rates do not come near %.2g; the highest so far counts as 1 now', planned)
+            self.plan_counts = False
+            self.multiplier /= self.highest_multiplier
+            self.highest_multiplier = 1.0
 
     # Damping ----------------------------------------------------------------------------------------------------------
 
