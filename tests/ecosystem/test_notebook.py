@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ def test_the_notebook_runs(notebook: Any, tmp_path: Path, monkeypatch: pytest.Mo
     """Every cell gives outputs of the kinds that are stored, and none writes to stderr."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    # The font cache of whoever runs the tests may name fonts that are gone, which matplotlib tells stderr.
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
+    subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], check=True, capture_output=True)
     stored = printed(notebook)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert printed(notebook) == stored
